@@ -1,0 +1,113 @@
+"""Sampling parameters: one type for HTTP requests, for the wire and for offline use."""
+
+import math
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=False):
+    """How to choose the tokens of one completion.
+
+    The names and meanings are those of the HTTP API. `seed=None` draws a fresh one; choice `i` of a
+    request with `n > 1` uses a stream derived from (seed, i). Raises `ValueError` on construction,
+    naming the field, when a value is out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # below 1e-5: greedy
+    top_p: float = 1.0  # 0 means: only the top token
+    top_k: int = -1  # -1 and 0 mean off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # generated tokens only
+    frequency_penalty: float = 0.0  # generated tokens only
+    repetition_penalty: float = 1.0  # prompt and generated tokens
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: as many as fit into max_model_len
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # None: off; k: the sampled token's and the k best
+    logit_bias: dict[int, float] = {}
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # offline users may pass one string
+            self.stop = [self.stop]  # type: ignore[unreachable]
+        check_range("n", self.n, 1, 128)
+        check_range("temperature", self.temperature, 0.0, 2.0)
+        check_range("top_p", self.top_p, 0.0, 1.0)
+        check_range("top_k", self.top_k, -1, None)
+        check_range("min_p", self.min_p, 0.0, 1.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
+        if self.repetition_penalty == 0.0:
+            raise ParamError("repetition_penalty", "repetition_penalty must be above 0, got 0")
+        if self.max_tokens is not None:
+            check_range("max_tokens", self.max_tokens, 1, None)
+        check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            check_range("logprobs", self.logprobs, 0, 20)
+        if len(self.stop) > 16:
+            raise ParamError("stop", f"stop takes at most 16 strings, got {len(self.stop)}")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= 256:
+                raise ParamError(
+                    "stop", f"each stop string must have 1 to 256 characters, got {text!r:.80}"
+                )
+        if len(self.stop_token_ids) > 128:
+            raise ParamError(
+                "stop_token_ids",
+                f"stop_token_ids takes at most 128, got {len(self.stop_token_ids)}",
+            )
+        if len(self.logit_bias) > 1024:
+            raise ParamError(
+                "logit_bias", f"logit_bias takes at most 1024 entries, got {len(self.logit_bias)}"
+            )
+        for token_id, bias in self.logit_bias.items():
+            check_range("logit_bias", bias, -100.0, 100.0)
+            if token_id < 0:
+                raise ParamError("logit_bias", f"logit_bias has a negative token id: {token_id}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+class ParamError(ValueError):
+    """A sampling parameter out of range. `param` is the field's name."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def check_range(name: str, value: float, low: float, high: float | None) -> None:
+    """Raise ParamError unless `value` is a finite number in [low, high] (`high=None`: unbounded)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ParamError(name, f"{name} must be a number, got {value!r:.80}")
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ParamError(name, f"{name} must be {bounds}, got {value}")
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The 64-bit seed of choice `choice` of a request (splitmix64 step, so streams do not overlap)."""
+    if choice == 0:
+        return seed & 0xFFFFFFFFFFFFFFFF
+    z = (seed + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return z ^ (z >> 31)

@@ -1,0 +1,99 @@
+"""What a model knows of attention: the inputs of a step, and a backend to hand its heads to."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Device tensors of one forward pass over T tokens of B rows (decode rows first).
+
+    T may exceed the plan's token count: padding tokens belong to no row, have position 0 and write
+    to slot 0, in the reserved block.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T] block id * block_size + offset, where each token's KV goes
+    logits_indices: Tensor  # int64 [S] tokens whose logits are wanted
+    block_table: Tensor  # int32 [B, max_blocks]
+    # host copies, for the CPU reference and for planning:
+    rows: npt.NDArray[np.int32]  # [B] rows of the request table
+    num_decodes: int  # the first num_decodes rows have one token each
+    query_start: list[int]  # [B + 1] first token of each row, then the end
+    seq_lens: list[int]  # [B] tokens with KV once this step has run
+    block_ids: npt.NDArray[np.int32]  # [B, max_blocks] as block_table
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What is special about one layer's attention."""
+
+    num_heads: int  # query heads
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None  # a token sees itself and window - 1 tokens before it
+    softcap: float = 0.0  # 0: none; else logits = softcap * tanh(logits / softcap)
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Paged keys and values. `k[layer]`, `v[layer]`: [num_blocks, num_kv_heads, block_size, head_dim].
+
+    The index order is fixed, the strides are not: a GPU keeps a block contiguous, a CPU keeps a head
+    contiguous over all blocks, so that consecutive blocks of one head are one plain matrix.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k[0].shape[0]
+
+
+def allocate_kv_cache(
+    num_layers: int,
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """Zeroed cache of `num_blocks` blocks, the reserved block 0 included."""
+
+    def one() -> Tensor:
+        if device.type == "cpu":
+            shape = (num_kv_heads, num_blocks, block_size, head_dim)
+            return torch.zeros(shape, dtype=dtype).transpose(0, 1)
+        return torch.zeros(
+            (num_blocks, num_kv_heads, block_size, head_dim), dtype=dtype, device=device
+        )
+
+    return KVCache(
+        k=[one() for _ in range(num_layers)],
+        v=[one() for _ in range(num_layers)],
+        block_size=block_size,
+    )
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over a KV cache. One object serves all layers of a model."""
+
+    kv: KVCache
+
+    def plan(self, inputs: StepInputs, specs: list[AttentionSpec]) -> None:
+        """Host-side preparation, once per step (`specs`: the distinct ones of the model)."""
+
+    def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
+        """Attend `q` [T, num_heads, head_dim] over the cache, in which the step's own keys and values
+        are already written (ops.rope_and_cache). Returns [T, num_heads * head_dim]; rows of padding
+        tokens are arbitrary but finite."""

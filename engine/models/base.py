@@ -1,0 +1,22 @@
+"""What the runner asks of a model."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
+
+
+class Model(Protocol):
+    """A decoder-only language model. Weights are in place once the loader has run."""
+
+    num_layers: int
+    vocab_size: int  # rows of the output head
+    max_model_len: int  # as config.json and rope scaling allow
+    attention_specs: list[AttentionSpec]  # one per layer
+
+    def forward(self, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
+        """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [S, vocab_size] for hidden states [S, hidden_size]."""

@@ -1,0 +1,82 @@
+"""All that the scheduler and the runner know of each other: a plan goes in, a result comes out.
+
+The scheduler counts tokens as computed when their step is launched; the values of sampled tokens
+stay on the device, where the next step's decode rows read them. So plan n+1 can be made before the
+result of plan n is known.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.api.sampling import SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class RowInit:
+    """A request enters the batch (first start, or resumption after preemption) on device row `row`."""
+
+    row: int
+    params: SamplingParams  # seed is set
+    token_ids: Int32Array  # [num_known] prompt and output tokens known so far, for penalties
+    num_prompt_tokens: int  # of token_ids; the rest are output
+    num_computed: int  # tokens whose KV was found in the prefix cache
+    block_ids: list[int]  # the blocks held at this moment, cached prefix first
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One forward pass. Rows are ordered: decode rows first, then prefill rows.
+
+    A decode row computes one token, the last one sampled on its row, which the host may not know yet.
+    A prefill row computes tokens whose ids the host knows (`prompt_tokens`), even if it is only one.
+    Row 0 and block 0 are reserved for padding and never appear here.
+    """
+
+    step_id: int
+    num_decodes: int
+    rows: Int32Array  # [B]
+    num_tokens: Int32Array  # [B]; 1 for decode rows
+    num_computed: (
+        Int32Array  # [B] tokens with KV before this step: position of the row's first token
+    )
+    samples: npt.NDArray[
+        np.bool_
+    ]  # [B] does the row sample a token (false while a prompt is unfinished)
+    prompt_tokens: Int32Array  # ids of all prefill rows, concatenated
+    new_rows: list[RowInit] = field(default_factory=list)
+    appended: list[tuple[int, int, list[int]]] = field(
+        default_factory=list
+    )  # (row, index, block ids)
+    freed_rows: list[int] = field(default_factory=list)  # rows given back since the last plan
+    req_ids: list[int] = field(default_factory=list)  # [B] for commit and for people
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(slots=True)
+class RowLogprobs:
+    """Log-probabilities at one sampled token, before temperature and penalties."""
+
+    sampled: float
+    rank: int  # 1 = most likely
+    top_ids: Int32Array  # [k] best first
+    top_logprobs: npt.NDArray[np.float32]  # [k]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Values of one step, for the rows of the plan with `samples` set, in plan order."""
+
+    token_ids: Int32Array  # [num_sampled]
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # index into token_ids -> entry
+    is_bad: npt.NDArray[np.bool_] | None = None  # [num_sampled] the row's logits held NaN
