@@ -33,9 +33,9 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        # offline users may pass one string
-        if isinstance(self.stop, str):  # type: ignore[unreachable]
-            self.stop = [self.stop]
+        stop: list[str] | str = self.stop
+        if isinstance(stop, str):  # offline users may pass one string
+            self.stop = [stop]
         check_range("n", self.n, 1, 128)
         check_range("temperature", self.temperature, 0.0, 2.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
