@@ -1,0 +1,185 @@
+"""Paged attention in plain torch: the CPU backend, and the oracle for GPU kernels.
+
+Decode rows are grouped by the number of blocks they span, rounded up to a quantum, and each group is
+one call of scaled_dot_product_attention:
+
+    rows' blocks ──index_select──► K, V [g, Hkv, L, D]     L = quantum * k, the rest masked
+    q [g, Hkv, G, D]  (the G query heads of a KV head are the query positions: no K/V expansion)
+
+A row's result does not depend on its neighbours: it is computed over the same L, with the same mask,
+whether its group has one row or sixty-four. A row whose blocks are consecutive needs no copy: the
+cache is head-major on a CPU, so its keys are a view.
+
+Prefill rows are one call each: their G heads per KV head become a batch over K and V of stride 0.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionSpec, KVCache, StepInputs
+
+GROUP_QUANTUM_TOKENS = 64  # small enough to waste little, large enough for few groups
+
+
+@dataclass(slots=True)
+class Span:
+    """Rows attended in one call: which tokens ask, and which keys they see."""
+
+    tokens: slice | Tensor  # of the T tokens; a slice when they are consecutive
+    num_rows: int
+    blocks: slice | Tensor  # of the cache; a slice when they are consecutive (one row only)
+    num_keys: int  # keys per row, padding included
+    mask: Tensor | None  # additive, [rows, 1, 1, keys] for decode, [tokens, keys] for prefill
+    is_prefill: bool
+
+
+class ReferenceAttention:
+    """AttentionBackend in torch operations. Not for use by two steps at once (it owns scratch)."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.kv = kv
+        self.spans: dict[int | None, list[Span]] = {}  # by sliding window
+        self.dtype = kv.k[0].dtype
+        # head-major views [Hkv, num_blocks, block_size, D]
+        self.keys = [k.transpose(0, 1) for k in kv.k]
+        self.values = [v.transpose(0, 1) for v in kv.v]
+        self.key_scratch = torch.empty(0, dtype=self.dtype)
+        self.value_scratch = torch.empty(0, dtype=self.dtype)
+        self.out = torch.empty(0, dtype=self.dtype)
+
+    def plan(self, inputs: StepInputs, specs: list[AttentionSpec]) -> None:
+        """Group the rows of this step, once for all layers with the same window."""
+        self.spans = {}
+        for spec in specs:
+            if spec.sliding_window not in self.spans:
+                self.spans[spec.sliding_window] = self.make_spans(inputs, spec.sliding_window)
+        width = specs[0].num_heads * specs[0].head_dim
+        self.out = torch.zeros(len(inputs.positions), width, dtype=self.dtype)
+        most = max((s.num_rows * s.num_keys for spans in self.spans.values() for s in spans), default=0)
+        size = most * specs[0].num_kv_heads * specs[0].head_dim
+        if self.key_scratch.numel() < size:
+            self.key_scratch = torch.empty(size, dtype=self.dtype)
+            self.value_scratch = torch.empty(size, dtype=self.dtype)
+
+    def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
+        """See AttentionBackend.attend. The result is valid until the next call."""
+        group = spec.num_heads // spec.num_kv_heads
+        for span in self.spans[spec.sliding_window]:
+            k = self.gather(self.keys[layer], span, self.key_scratch)  # [Hkv, rows, keys, D]
+            v = self.gather(self.values[layer], span, self.value_scratch)
+            rows = q[span.tokens] if isinstance(span.tokens, slice) else q.index_select(0, span.tokens)
+            if span.is_prefill:  # [G, Hkv, tokens, D]; K and V repeat over G with stride 0
+                query = rows.view(-1, spec.num_kv_heads, group, spec.head_dim).permute(2, 1, 0, 3)
+                k = k.transpose(0, 1).expand(group, -1, -1, -1)
+                v = v.transpose(0, 1).expand(group, -1, -1, -1)
+                result = scaled_attention(query, k, v, span.mask, spec).permute(2, 1, 0, 3)
+            else:  # [rows, Hkv, G, D]
+                query = rows.view(-1, spec.num_kv_heads, group, spec.head_dim)
+                result = scaled_attention(
+                    query, k.transpose(0, 1), v.transpose(0, 1), span.mask, spec
+                )
+            if isinstance(span.tokens, slice):
+                self.out[span.tokens] = result.reshape(-1, self.out.shape[1])
+            else:
+                self.out.index_copy_(0, span.tokens, result.reshape(-1, self.out.shape[1]))
+        return self.out
+
+    def gather(self, cache: Tensor, span: Span, scratch: Tensor) -> Tensor:
+        """Keys or values of a span, [Hkv, rows, keys, D]: a view where possible."""
+        heads, _, block_size, head_dim = cache.shape
+        if isinstance(span.blocks, slice):
+            return cache[:, span.blocks].reshape(heads, 1, span.num_keys, head_dim)
+        num_blocks = len(span.blocks)
+        target = scratch[: heads * num_blocks * block_size * head_dim]
+        target = target.view(heads, num_blocks, block_size, head_dim)
+        torch.index_select(cache, 1, span.blocks, out=target)
+        return target.view(heads, span.num_rows, span.num_keys, head_dim)
+
+    # --- planning ----------------------------------------------------------------------------
+
+    def make_spans(self, inputs: StepInputs, window: int | None) -> list[Span]:
+        spans = self.decode_spans(inputs, window) if inputs.num_decodes else []
+        for row in range(inputs.num_decodes, len(inputs.seq_lens)):
+            spans.append(self.prefill_span(inputs, row, window))
+        return spans
+
+    def decode_spans(self, inputs: StepInputs, window: int | None) -> list[Span]:
+        """Decode rows by the number of blocks they see, rounded up to the quantum."""
+        block_size = self.kv.block_size
+        lens = np.array(inputs.seq_lens[: inputs.num_decodes], np.int64)
+        first = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
+        first_block = first // block_size
+        num_blocks = (lens + block_size - 1) // block_size - first_block
+        quantum = max(1, GROUP_QUANTUM_TOKENS // block_size)
+        padded = (num_blocks + quantum - 1) // quantum * quantum
+        spans = []
+        for size in np.unique(padded):
+            members = np.nonzero(padded == size)[0]
+            blocks = np.zeros((len(members), size), np.int64)  # padding reads the reserved block 0
+            for i, row in enumerate(members):
+                n, start = num_blocks[row], first_block[row]
+                blocks[i, :n] = inputs.block_ids[row, start : start + n]
+            offset = first_block[members] * block_size
+            position = np.arange(size * block_size)[None, :] + offset[:, None]
+            hidden = (position >= lens[members, None]) | (position < first[members, None])
+            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            consecutive = len(members) == inputs.num_decodes
+            spans.append(
+                Span(
+                    tokens=slice(0, len(members)) if consecutive else torch.from_numpy(members),
+                    num_rows=len(members),
+                    blocks=self.as_slice(blocks, int(num_blocks[members[0]])),
+                    num_keys=int(size) * block_size,
+                    mask=torch.from_numpy(mask).to(self.dtype)[:, None, None, :],
+                    is_prefill=False,
+                )
+            )
+        return spans
+
+    def as_slice(self, blocks: np.ndarray, num_real: int) -> slice | Tensor:
+        """One row of consecutive blocks as a slice. What pads it may be any blocks: it is masked."""
+        num_rows, size = blocks.shape
+        first = int(blocks[0, 0])
+        is_run = num_rows == 1 and bool((np.diff(blocks[0, :num_real]) == 1).all())
+        if is_run and first + size <= self.kv.num_blocks:
+            return slice(first, first + size)
+        return torch.from_numpy(blocks.reshape(-1))
+
+    def prefill_span(self, inputs: StepInputs, row: int, window: int | None) -> Span:
+        """One prefill chunk: `n` queries at the end of `seq_len` keys."""
+        block_size = self.kv.block_size
+        start, end = inputs.query_start[row], inputs.query_start[row + 1]
+        seq_len, n = inputs.seq_lens[row], end - start
+        first = 0 if window is None else max(0, seq_len - n - window + 1)
+        first_block = first // block_size
+        num_blocks = (seq_len + block_size - 1) // block_size - first_block
+        blocks = inputs.block_ids[row, first_block : first_block + num_blocks].astype(np.int64)
+        key_position = torch.arange(num_blocks * block_size)[None, :] + first_block * block_size
+        query_position = torch.arange(seq_len - n, seq_len)[:, None]
+        hidden = key_position > query_position
+        if window is not None:
+            hidden |= key_position <= query_position - window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        return Span(
+            tokens=slice(start, end),
+            num_rows=1,
+            blocks=self.as_slice(blocks[None, :], num_blocks),
+            num_keys=num_blocks * block_size,
+            mask=mask,
+            is_prefill=True,
+        )
+
+
+def scaled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """softmax(q k^T * scale + mask) v over [batch, heads, queries, D] and [batch, heads, keys, D]."""
+    if not spec.softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+    scores = torch.tanh(q.float() @ k.float().transpose(-1, -2) * (spec.scale / spec.softcap))
+    scores = scores * spec.softcap
+    if mask is not None:
+        scores = scores + mask.float()
+    return (torch.softmax(scores, -1) @ v.float()).to(q.dtype)

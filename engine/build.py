@@ -1,0 +1,210 @@
+"""Build an engine in a visible order: model description, decisions, weights, KV cache, loop.
+
+Both faces use it: the engine process (engine/main.py) and the offline `LLM` (engine/llm.py).
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.api.config import EngineConfig
+from engine.api.messages import EngineLimits, Phase, StepOutput
+from engine.api.sampling import SamplingParams
+from engine.attention.base import allocate_kv_cache
+from engine.attention.reference import ReferenceAttention
+from engine.kv.manager import KVCacheManager
+from engine.loop import StepLoop
+from engine.memory import GIB, resident_bytes
+from engine.models.config import ModelConfig
+from engine.plan import RowInit, StepPlan
+from engine.resolve import Resolved, decide_num_blocks, resolve
+from engine.runner.request_table import RequestTable
+from engine.runner.runner import ModelRunner
+from engine.runner.sampler import Sampler
+from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.weights.loader import load_model
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[Phase, float, str], None]
+
+
+@dataclass
+class Engine:
+    """The parts that live as long as the engine, and the account of how they were made."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    resolved: Resolved
+    loop: StepLoop
+    limits: EngineLimits
+    seconds: dict[str, float]  # by phase
+    weights_bytes: int
+
+
+def no_progress(phase: Phase, fraction: float, detail: str) -> None:
+    pass
+
+
+def build_engine(
+    config: EngineConfig,
+    send: Callable[[StepOutput], None],
+    epoch: int = 0,
+    progress: Progress = no_progress,
+) -> Engine:
+    """Load, size and warm up. Raises ConfigError where settings, files or memory do not suffice."""
+    seconds: dict[str, float] = {}
+    started = time.monotonic()
+    model_config = ModelConfig.from_directory(config.model)
+    resolved = resolve(config, model_config)
+    torch.set_num_threads(resolved.threads)
+    before = resident_bytes()
+    model = load_model(
+        config.model,
+        model_config,
+        resolved.dtype,
+        resolved.device,
+        dummy=config.load_format == "dummy",
+        seed=config.seed,
+        progress=lambda fraction, detail: progress(Phase.LOADING, fraction, detail),
+    )
+    weights_bytes = max(0, resident_bytes() - before)
+    seconds["load"] = time.monotonic() - started
+
+    started = time.monotonic()
+    progress(Phase.SIZING, 0.0, "sizing the KV cache")
+    decide_num_blocks(resolved, config, model_config)
+    runner = build_runner(model_config, model, resolved)
+    kv = KVCacheManager(resolved.num_blocks, resolved.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            block_size=resolved.block_size,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            admission=config.admission,
+            eos_token_ids=tuple(model_config.eos_token_ids),
+            check_invariants=config.check_invariants,
+            num_rows=resolved.max_num_seqs + 1,
+        ),
+        kv,
+    )
+    progress(Phase.SIZING, 0.5, "warming up")
+    warm_up(runner, resolved)
+    seconds["warm-up"] = time.monotonic() - started
+
+    limits = EngineLimits(
+        block_size=resolved.block_size,
+        num_blocks=resolved.num_blocks - 1,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        vocab_size=model_config.vocab_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        eos_token_ids=list(model_config.eos_token_ids),
+        dtype=str(resolved.dtype).removeprefix("torch."),
+        device=str(resolved.device),
+    )
+    loop = StepLoop(scheduler, runner, send, resolved.overlap, epoch)
+    engine = Engine(config, model_config, resolved, loop, limits, seconds, weights_bytes)
+    for line in account(engine):
+        logger.info(line)
+    return engine
+
+
+def build_runner(model_config: ModelConfig, model: object, resolved: Resolved) -> ModelRunner:
+    kv_cache = allocate_kv_cache(
+        model_config.num_layers,
+        resolved.num_blocks,
+        model_config.num_kv_heads,
+        resolved.block_size,
+        model_config.head_dim,
+        resolved.dtype,
+        resolved.device,
+    )
+    max_blocks = -(-resolved.max_model_len // resolved.block_size) + 1
+    num_rows = resolved.max_num_seqs + 1
+    return ModelRunner(
+        model,  # type: ignore[arg-type]
+        ReferenceAttention(kv_cache),
+        Sampler(num_rows, model_config.vocab_size, model_config.eos_token_ids, resolved.device),
+        RequestTable(num_rows, max_blocks, resolved.device),
+    )
+
+
+def warm_up(runner: ModelRunner, resolved: Resolved) -> None:
+    """Run one prefill and one decode on row 1 and block 1, so that no request pays for first use.
+
+    Nothing stays behind: the row is freed, and the blocks belong to nobody yet.
+    """
+    tokens = np.zeros(min(16, resolved.block_size), np.int32)
+    row = np.array([1], np.int32)
+    init = RowInit(
+        row=1,
+        params=SamplingParams(temperature=1.0, seed=0),
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        num_computed=0,
+        block_ids=[1, 2] if resolved.num_blocks > 2 else [1, 1],
+    )
+    prefill = StepPlan(
+        step_id=-2,
+        num_decodes=0,
+        rows=row,
+        num_tokens=np.array([len(tokens)], np.int32),
+        num_computed=np.array([0], np.int32),
+        samples=np.array([True]),
+        prompt_tokens=tokens,
+        new_rows=[init],
+        req_ids=[-1],
+    )
+    runner.launch(prefill).wait()
+    decode = StepPlan(
+        step_id=-1,
+        num_decodes=1,
+        rows=row,
+        num_tokens=np.array([1], np.int32),
+        num_computed=np.array([len(tokens)], np.int32),
+        samples=np.array([True]),
+        prompt_tokens=np.zeros(0, np.int32),
+        req_ids=[-1],
+    )
+    runner.launch(decode).wait()
+    runner.sampler.free(1)
+
+
+def account(engine: Engine) -> list[str]:
+    """The start-up table: what was decided and why, and what the memory buys."""
+    r = engine.resolved
+    tokens = (r.num_blocks - 1) * r.block_size
+    rows = [
+        ("model", f"{engine.model_config.architecture}, {engine.model_config.num_layers} layers"),
+        ("device", f"{r.device}, {r.threads} threads ({r.reasons['threads']})"),
+        ("dtype", f"{engine.limits.dtype} ({r.reasons['dtype']})"),
+        ("weights", f"{engine.weights_bytes / GIB:.2f} GiB in {engine.seconds['load']:.1f} s"),
+        (
+            "kv cache",
+            f"{(r.num_blocks - 1) * r.block_bytes / GIB:.2f} GiB = {r.num_blocks - 1} blocks of "
+            f"{r.block_size} = {tokens} tokens, {r.block_bytes // r.block_size} bytes a token "
+            f"({r.reasons['num_blocks']})",
+        ),
+        ("max model len", f"{r.max_model_len} ({r.reasons['max_model_len']})"),
+        ("max num seqs", f"{r.max_num_seqs} ({r.reasons['max_num_seqs']})"),
+        (
+            "token budget",
+            f"{r.max_num_batched_tokens} a step ({r.reasons['max_num_batched_tokens']})",
+        ),
+        (
+            "concurrency",
+            f"{min(r.max_num_seqs, tokens // r.max_model_len)} sequences of {r.max_model_len} "
+            f"tokens, {min(r.max_num_seqs, tokens // min(1024, r.max_model_len))} of "
+            f"{min(1024, r.max_model_len)}",
+        ),
+        ("prefix caching", "on" if engine.config.enable_prefix_caching else "off"),
+        ("overlap", f"{'on' if r.overlap else 'off'} ({r.reasons['overlap']})"),
+    ]
+    return [f"{name:>15}  {value}" for name, value in rows]

@@ -1,0 +1,115 @@
+"""THE step loop: the only place where time passes in the engine.
+
+Overlapped (the device works on one step while the host finishes the one before and plans the next):
+
+    CPU  | plan n | launch n | commit n-1 | send | plan n+1 | launch n+1 | commit n | ...
+    GPU  | .. step n-1 ......| ........ step n .............|..... step n+1 ..........
+
+In sequence (`overlap=False`; a CPU device computes inside launch, so there is nothing to hide):
+
+    CPU  | plan n | launch n (compute) | commit n | send | plan n+1 | ...
+
+Both run the same calls. What makes overlap correct: the scheduler counts a token as computed when its
+step is launched, decode rows read the last sampled token on the device, and a request found to have
+ended wastes at most one row of one step.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.api.messages import AbortRequests, AddRequest, StepOutput, Submit
+from engine.plan import StepPlan
+from engine.runner.runner import ModelRunner, StepHandle
+from engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """Where requests come from."""
+
+    def drain(self, block: bool) -> list[Submit]:
+        """All messages that have arrived; with `block`, wait a moment for the first."""
+
+
+@dataclass(slots=True)
+class Launched:
+    plan: StepPlan
+    handle: StepHandle
+    started: float  # time.monotonic()
+
+
+class StepLoop:
+    """Drives scheduler and runner. Counters are read by the heartbeat thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        send: Callable[[StepOutput], None],
+        overlap: bool,
+        epoch: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.send = send
+        self.overlap = overlap
+        self.epoch = epoch
+        self.in_flight: Launched | None = None
+        self.steps = 0
+        self.step_seconds = 0.0  # wall time with a step in flight
+        self.last_commit = 0.0
+        self.loop_count = 0
+        self.step_started = 0.0  # time.monotonic() of the running step; 0 between steps
+
+    def run(self, inbox: Inbox, stopping: Callable[[], bool], after_step: Callable[[], None]) -> None:
+        """Serve until `stopping()`. `after_step` runs once an iteration, for statistics."""
+        while not stopping():
+            self.take(inbox.drain(block=not self.has_work()))
+            self.step()
+            after_step()
+
+    def has_work(self) -> bool:
+        return self.in_flight is not None or self.scheduler.has_work()
+
+    def take(self, messages: list[Submit]) -> None:
+        """Hand arrived messages to the scheduler."""
+        for message in messages:
+            if isinstance(message, AddRequest):
+                self.scheduler.add(message, time.monotonic_ns())
+            elif isinstance(message, AbortRequests):
+                self.scheduler.abort(message.req_ids, message.reason)
+
+    def step(self) -> None:
+        """One pass: plan, launch, finish a step, send what it produced."""
+        self.loop_count += 1
+        plan = self.scheduler.schedule(time.monotonic_ns())
+        launched = None
+        if plan is not None:
+            self.step_started = time.monotonic()
+            launched = Launched(plan, self.runner.launch(plan), self.step_started)
+        finished = self.in_flight if self.overlap else launched
+        if finished is not None:
+            self.commit(finished)
+        if self.overlap:
+            self.in_flight = launched
+        if self.in_flight is None:
+            self.step_started = 0.0
+        output = self.scheduler.take_output(self.epoch, self.steps)
+        if output is not None:
+            self.send(output)
+
+    def commit(self, launched: Launched) -> None:
+        plan, result = launched.plan, launched.handle.wait()
+        if result.is_bad is not None and result.is_bad.any():
+            rows = plan.rows[plan.samples][result.is_bad]
+            logger.error("logits are NaN or infinite: step=%d rows=%s", plan.step_id, rows)
+            self.runner.scrub()
+        self.scheduler.commit(plan, result)
+        self.steps += 1
+        now = time.monotonic()
+        self.step_seconds += now - max(launched.started, self.last_commit)
+        self.last_commit = now

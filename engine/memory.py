@@ -1,0 +1,53 @@
+"""How much KV cache fits, and the start-up account of memory."""
+
+import torch
+
+from engine.models.config import ModelConfig
+
+GIB = 2**30
+LARGEST_AUTO_BYTES = 4 * GIB  # beyond it a CPU is too slow to fill the cache
+
+
+def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block over all layers, keys and values."""
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    return per_token * block_size
+
+
+def kv_memory_bytes(asked_gib: float) -> tuple[int, str]:
+    """Bytes for the KV cache on a CPU, and why."""
+    if asked_gib:
+        return int(asked_gib * GIB), f"flag: {asked_gib:g} GiB"
+    free = available_memory_bytes()
+    chosen = min(free // 4, LARGEST_AUTO_BYTES)
+    return chosen, f"auto: {chosen / GIB:.2f} of {free / GIB:.2f} GiB free"
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be taken without swapping: the host's, or the container's limit if lower."""
+    available = 0
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit = cgroup_headroom_bytes()
+    return available if limit is None else min(available, limit)
+
+
+def cgroup_headroom_bytes() -> int | None:
+    """Bytes left under a cgroup v2 memory limit; None without one."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            text = file.read().strip()
+        if text == "max":
+            return None
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            return max(0, int(text) - int(file.read()))
+    except (OSError, ValueError):
+        return None
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096

@@ -1,0 +1,74 @@
+"""Turn a plan (rows and counts) into the token-level inputs of a forward pass.
+
+Contract: for row i with n = num_tokens[i] and c = num_computed[i], its tokens have positions
+c .. c+n-1, slots block_ids[rows[i], pos // block_size] * block_size + pos % block_size, and ids from
+last_token[rows[i]] (the first num_decodes rows, one token each) or from prompt_tokens (the other rows,
+concatenated). Padding tokens up to `min_tokens` have id 0, position 0, slot 0. `logits_indices` lists
+the last token of each row that samples, padded with token 0 to `min_tokens` entries if there are any.
+
+Why at least two: a matrix product with one row takes another code path on CPUs, whose sums round
+differently; with two, a request's numbers do not depend on who shares its step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class TokenInputs:
+    """All int64: input_ids, positions, slot_mapping [T], logits_indices [S]."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    logits_indices: Tensor
+
+
+def prepare_inputs(
+    rows: Int32Array,  # [B]
+    num_tokens: Int32Array,  # [B]
+    num_computed: Int32Array,  # [B]
+    samples: npt.NDArray[np.bool_],  # [B]
+    num_decodes: int,
+    prompt_tokens: Int32Array,
+    block_ids: Int32Array,  # [num_rows, max_blocks]
+    last_token: Tensor,  # int64 [num_rows]
+    block_size: int,
+    min_tokens: int = 2,
+) -> TokenInputs:
+    """Reference on the host (numpy), for a CPU device."""
+    ends = np.cumsum(num_tokens)
+    total = int(ends[-1])
+    padded = max(total, min_tokens)
+
+    positions = np.zeros(padded, np.int64)
+    slots = np.zeros(padded, np.int64)
+    ids = np.zeros(padded, np.int64)
+    if num_decodes == len(rows):
+        row_of_token = rows
+        positions[:total] = num_computed
+    else:
+        row_of_token = np.repeat(rows, num_tokens)
+        shift = num_computed - (ends - num_tokens)
+        positions[:total] = np.arange(total) + np.repeat(shift, num_tokens)
+        ids[num_decodes:total] = prompt_tokens
+    block, offset = np.divmod(positions[:total], block_size)
+    slots[:total] = block_ids[row_of_token, block].astype(np.int64) * block_size + offset
+
+    input_ids = torch.from_numpy(ids)
+    if num_decodes:
+        decode_rows = torch.from_numpy(rows[:num_decodes].astype(np.int64))
+        input_ids[:num_decodes] = last_token[decode_rows]
+
+    sampled = ends[samples] - 1
+    logits_indices = np.zeros(max(len(sampled), min_tokens) if len(sampled) else 0, np.int64)
+    logits_indices[: len(sampled)] = sampled
+    return TokenInputs(
+        input_ids, torch.from_numpy(positions), torch.from_numpy(slots), torch.from_numpy(logits_indices)
+    )
