@@ -1,0 +1,166 @@
+"""The pool of KV blocks: who is free, who is shared, who can be found by content.
+
+A block is in exactly one state:
+
+    reserved   block 0, target of padding writes; never handed out
+    free       no references, no name
+    cached     no references, but named: its contents can be found and taken up again
+    used       one reference or more; named or not
+
+Free and cached blocks form one doubly linked list, threaded through two arrays, so that any block
+enters or leaves it in O(1):
+
+    next handed out -> [free] [free] ... [cached, oldest] ... [cached, newest] <- last handed out
+
+A named block returns to the tail and waits there, least recently used first; an unnamed one returns
+to the head. Block 0 is never free, so its links serve as the list's two ends.
+"""
+
+from enum import IntEnum
+
+
+class BlockState(IntEnum):
+    RESERVED = 0
+    FREE = 1
+    CACHED = 2
+    USED = 3
+    SHARED = 4  # used by two or more
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks - 1 with reference counts, names and a free list."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks` counts the reserved block 0. Raises ValueError below 2."""
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks must be at least 2 (block 0 is reserved), got {num_blocks}"
+            )
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1  # free and cached
+        self._next = [*range(1, num_blocks), 0]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self._refs = [0] * num_blocks
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._by_name: dict[bytes, int] = {}
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def name_of(self, block: int) -> bytes | None:
+        return self._names[block]
+
+    def find(self, name: bytes) -> int | None:
+        """The block with these contents, used or cached. O(1)."""
+        return self._by_name.get(name)
+
+    def allocate(self, count: int, table: list[int]) -> None:
+        """Append `count` blocks to `table`, each with one reference. Needs `count <= num_free`.
+
+        The block that follows the table's last one is preferred if it is free and unnamed: attention
+        on a CPU reads consecutive blocks without copying. Otherwise the head of the list is taken,
+        and a name it still had is forgotten.
+        """
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        refs, names = self._refs, self._names
+        last = table[-1] if table else 0
+        for _ in range(count):
+            block = last + 1
+            if (
+                last == 0
+                or block == self.num_blocks
+                or refs[block] != 0
+                or names[block] is not None
+            ):
+                block = self._next[0]
+                name = names[block]
+                if name is not None:
+                    del self._by_name[name]
+                    names[block] = None
+            self._unlink(block)
+            refs[block] = 1
+            table.append(block)
+            last = block
+        self.num_free -= count
+
+    def acquire(self, block: int) -> None:
+        """Take one more reference to a named block, used or cached."""
+        if self._refs[block] == 0:
+            assert self._names[block] is not None, f"block {block} is free: its contents are gone"
+            self._unlink(block)
+            self.num_free -= 1
+        self._refs[block] += 1
+
+    def release(self, block: int) -> None:
+        """Give one reference back; the last one returns the block to the list."""
+        refs = self._refs[block] - 1
+        assert refs >= 0, f"block {block} released more often than taken"
+        self._refs[block] = refs
+        if refs == 0:
+            self._link(block, at_tail=self._names[block] is not None)
+            self.num_free += 1
+
+    def set_name(self, block: int, name: bytes) -> bool:
+        """Make a used, full block findable. False if another block already has this name: both hold
+        the same contents, and the older one is kept."""
+        assert self._refs[block] > 0, f"block {block} is named while nobody holds it"
+        holder = self._by_name.setdefault(name, block)
+        if holder != block:
+            return False
+        self._names[block] = name
+        return True
+
+    def forget(self, block: int) -> None:
+        """Drop a block's name, so that nobody finds it any more; whoever holds it keeps it."""
+        name = self._names[block]
+        if name is None:
+            return
+        del self._by_name[name]
+        self._names[block] = None
+        if self._refs[block] == 0:  # no longer cached: first to be reused
+            self._unlink(block)
+            self._link(block, at_tail=False)
+
+    def state(self, block: int) -> BlockState:
+        if block == 0:
+            return BlockState.RESERVED
+        if self._refs[block] > 0:
+            return BlockState.USED if self._refs[block] == 1 else BlockState.SHARED
+        return BlockState.FREE if self._names[block] is None else BlockState.CACHED
+
+    def free_list(self) -> list[int]:
+        """Free and cached blocks in the order in which they will be handed out. O(blocks)."""
+        blocks = []
+        block = self._next[0]
+        while block != 0:
+            blocks.append(block)
+            assert len(blocks) < self.num_blocks, "the free list has a loop"
+            block = self._next[block]
+        return blocks
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, in words, unless the pool is consistent. O(blocks)."""
+        free = self.free_list()
+        assert len(free) == self.num_free, f"{len(free)} blocks listed, {self.num_free} counted"
+        idle = {b for b in range(1, self.num_blocks) if self._refs[b] == 0}
+        assert set(free) == idle, "the free list is not the set of blocks without references"
+        assert all(count >= 0 for count in self._refs), "a reference count is negative"
+        assert self._refs[0] == 0, "the reserved block has an owner"
+        assert self._names[0] is None, "the reserved block has a name"
+        for block in (0, *free):
+            assert self._prev[self._next[block]] == block, f"links around block {block} disagree"
+        named = {name: b for b, name in enumerate(self._names) if name is not None}
+        assert named == self._by_name, "names by block and blocks by name disagree"
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+
+    def _link(self, block: int, at_tail: bool) -> None:
+        before = self._prev[0] if at_tail else 0
+        after = self._next[before]
+        self._next[before] = block
+        self._prev[block] = before
+        self._next[block] = after
+        self._prev[after] = block

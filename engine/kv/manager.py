@@ -1,0 +1,145 @@
+"""Block tables: which KV blocks a request holds, and which of them others may find by content.
+
+A full block is named by its tokens and everything before them (engine.api.hashing). Prefix caching
+and resumption after preemption are therefore one operation: look the names up, take what is found,
+compute the rest.
+
+When may a block be named? When every token in it is *known* and *computed* (its step is launched):
+
+    prefill   tokens are known, so the blocks are named when the step that fills them is launched.
+              Later readers run after it on the one compute stream; readers in the same step, too,
+              since every layer writes all KV of a step before it attends.
+    decode    the token is known only at commit, so the block is named there.
+
+A named block is never written again: the position that a request writes next lies behind its last
+computed token, and all positions of a named block are computed. That holds for the wasted row of a
+request found to have ended one step late, as its token was counted as computed when it was launched.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from engine.api.hashing import extend_names, root_name
+from engine.kv.block_pool import BlockPool, BlockState
+from engine.request import Request
+
+
+class KVCacheManager:
+    """Hands blocks of the pool to requests and takes them back."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        """`num_blocks` counts the reserved block 0. Raises ValueError if there is no other."""
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can hold at all."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without an owner, cached ones included."""
+        return self.pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """The longest run of cached blocks for the request's known tokens; takes no references.
+
+        Covers at most all tokens but one: the last token's hidden state is needed to sample.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        find = self.pool.find
+        blocks: list[int] = []
+        for name in request.block_names[: (len(request.token_ids) - 1) // self.block_size]:
+            block = find(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def attach_prefix(self, request: Request, blocks: list[int]) -> int:
+        """Give `blocks`, as `find_prefix` returned them, to a request that holds none.
+
+        Returns the number of cached tokens, which count as computed.
+        """
+        assert not request.block_ids, f"request {request.req_id} already holds blocks"
+        request.num_shared_blocks = sum(self.pool.refs(block) > 0 for block in blocks)
+        for block in blocks:
+            self.pool.acquire(block)
+        request.block_ids.extend(blocks)
+        request.num_named_blocks = len(blocks)
+        request.num_computed = len(blocks) * self.block_size
+        return request.num_computed
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Make room for `num_tokens` more behind the computed ones. All or nothing."""
+        table = request.block_ids
+        missing = -(-(request.num_computed + num_tokens) // self.block_size) - len(table)
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_free:
+            return False
+        self.pool.allocate(missing, table)
+        return True
+
+    def name_full_blocks(self, request: Request) -> None:
+        """Name the blocks that became full of known and computed tokens. O(new full blocks)."""
+        size = self.block_size
+        first = request.num_named_blocks
+        end = min(len(request.token_ids), request.num_computed) // size
+        if end <= first or not self.enable_prefix_caching:
+            return
+        names = request.block_names
+        if len(names) < end:
+            parent = names[-1] if names else root_name(request.cache_salt)
+            tokens = request.token_ids[len(names) * size : end * size].tobytes()
+            names.extend(extend_names(parent, tokens, size))
+        for index in range(first, end):
+            self.pool.set_name(request.block_ids[index], names[index])
+        request.num_named_blocks = end
+
+    def release(self, request: Request, forget: bool = False) -> None:
+        """Take all blocks back, last one first, so that a prefix is reused later than what follows it.
+
+        Named blocks stay findable until they are reused; with `forget` (the contents are not to be
+        trusted) they do not.
+        """
+        pool = self.pool
+        for block in reversed(request.block_ids):
+            if forget:
+                pool.forget(block)
+            pool.release(block)
+        request.block_ids.clear()
+        request.num_computed = 0
+        request.num_named_blocks = 0
+        request.num_shared_blocks = 0
+
+    def map(self) -> list[tuple[BlockState, int]]:
+        """States of all blocks in order, run-length encoded. O(blocks): on request only."""
+        states = (self.pool.state(block) for block in range(self.pool.num_blocks))
+        return [(state, sum(1 for _ in run)) for state, run in groupby(states)]
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless `requests`, all that hold blocks, account for every reference."""
+        pool, size = self.pool, self.block_size
+        pool.check_invariants()
+        owners = [0] * pool.num_blocks
+        full_names: dict[int, bytes] = {}
+        for request in requests:
+            table = request.block_ids
+            assert len(set(table)) == len(table), f"request {request.req_id} holds a block twice"
+            for block in table:
+                owners[block] += 1
+            settled = min(len(request.token_ids), request.num_computed)
+            assert request.num_computed <= len(table) * size, "computed tokens without a block"
+            assert request.num_named_blocks * size <= settled, "a named block is not full"
+            full_names.update(zip(table, request.block_names[: settled // size], strict=False))
+        for block, count in enumerate(owners):
+            assert count == pool.refs(block), f"block {block}: {count} owners, {pool.refs(block)}"
+            if count and pool.name_of(block) is not None:
+                assert pool.name_of(block) == full_names.get(block), f"block {block}: wrong name"

@@ -1,0 +1,91 @@
+"""A step while it is being put together, and what remains of it until its results arrive."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.plan import RowInit, StepPlan
+from engine.request import Request
+
+
+@dataclass(slots=True)
+class Launched:
+    """A plan handed out whose results are not committed: who gets its samples, in plan order.
+
+    Requests are held as objects: an id may be dead, or in use again, when the results arrive.
+    """
+
+    step_id: int
+    sampling: list[Request]
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """Tokens granted so far. Preemption withdraws grants; `build` makes the plan of what is left."""
+
+    budget: int  # max_num_batched_tokens
+    decodes: list[Request] = field(default_factory=list)
+    prefills: list[tuple[Request, int]] = field(default_factory=list)
+    new_rows: list[RowInit] = field(default_factory=list)
+    grown: list[tuple[Request, int]] = field(default_factory=list)  # (request, blocks before)
+    num_prefill_tokens: int = 0
+    has_preempted: bool = False
+
+    @property
+    def budget_left(self) -> int:
+        return self.budget - len(self.decodes) - self.num_prefill_tokens
+
+    def add_prefill(self, request: Request, num_tokens: int) -> None:
+        self.prefills.append((request, num_tokens))
+        self.num_prefill_tokens += num_tokens
+
+    def withdraw(self, request: Request) -> None:
+        """Forget what a preempted request was granted in this step, if anything."""
+        self.has_preempted = True
+        self.grown = [entry for entry in self.grown if entry[0] is not request]
+        if request in self.decodes:
+            self.decodes.remove(request)
+            request.num_uncommitted -= 1
+        for index, (other, num_tokens) in enumerate(self.prefills):
+            if other is request:
+                del self.prefills[index]
+                self.num_prefill_tokens -= num_tokens
+                break
+
+    def build(self, step_id: int, freed_rows: list[int]) -> tuple[StepPlan, Launched]:
+        """The plan. All grants are counted in `num_computed` already."""
+        decodes, prefills = self.decodes, self.prefills
+        num_decodes = len(decodes)
+        rows = [r.row for r in decodes]
+        num_computed = [r.num_computed - 1 for r in decodes]
+        num_tokens = [1] * num_decodes
+        samples = [True] * num_decodes
+        req_ids = [r.req_id for r in decodes]
+        sampling = list(decodes)
+        prompt_tokens = array("i")
+        for request, count in prefills:
+            end = request.num_computed
+            rows.append(request.row)
+            num_computed.append(end - count)
+            num_tokens.append(count)
+            req_ids.append(request.req_id)
+            prompt_tokens.extend(request.token_ids[end - count : end])
+            is_last = end == request.num_prefill_tokens
+            samples.append(is_last)
+            if is_last:
+                sampling.append(request)
+        plan = StepPlan(
+            step_id=step_id,
+            num_decodes=num_decodes,
+            rows=np.array(rows, np.int32),
+            num_tokens=np.array(num_tokens, np.int32),
+            num_computed=np.array(num_computed, np.int32),
+            samples=np.array(samples, np.bool_),
+            prompt_tokens=np.array(prompt_tokens, np.int32),
+            new_rows=self.new_rows,
+            appended=[(r.row, before, r.block_ids[before:]) for r, before in self.grown],
+            freed_rows=freed_rows,
+            req_ids=req_ids,
+        )
+        return plan, Launched(step_id, sampling)

@@ -1,0 +1,273 @@
+"""A toy in place of the model runner, to prove the true scheduler right.
+
+The "KV" of a token is its id, stored by slot. In every step and for every attended position the toy
+checks that the slot found through the block table holds exactly the request's own token, and the next
+token is a hash of what it read. One block given to two requests, named too early, overwritten or freed
+too soon therefore shows at once, and a wrong token changes all that follow.
+
+Steps run in the order of their launch, as on one compute stream; with `overlap` a step's results are
+committed only after the next step was planned and launched.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from engine.api.hashing import block_names
+from engine.api.messages import AbortReason, AddRequest, FinishReason, StepOutput
+from engine.api.sampling import SamplingParams
+from engine.kv.manager import KVCacheManager
+from engine.plan import StepPlan, StepResult
+from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+
+VOCAB = 50
+EOS = 7
+STOP_TOKEN = 11
+MODEL_LEN = 64
+
+
+def next_token(tokens: np.ndarray) -> int:
+    """The toy model: int32 [n] -> a token id that depends on all of them."""
+    return crc32(tokens.tobytes()) % VOCAB
+
+
+def undisturbed(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The completion by definition, without any engine."""
+    tokens = list(prompt)
+    output: list[int] = []
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    limit = max_model_len - len(prompt)
+    if params.max_tokens is not None:
+        limit = min(limit, params.max_tokens)
+    while len(output) < limit:
+        token = next_token(np.array(tokens, np.int32))
+        tokens.append(token)
+        output.append(token)
+        if token in stops and len(output) >= params.min_tokens:
+            break
+    return output
+
+
+class ToyRunner:
+    """Executes plans on arrays indexed by row, block and slot."""
+
+    def __init__(self, num_rows: int, num_blocks: int, block_size: int, budget: int) -> None:
+        self.block_size = block_size
+        self.budget = budget
+        self.kv = np.full(num_blocks * block_size, -1, np.int32)
+        self.block_table = np.zeros((num_rows, MODEL_LEN // block_size + 2), np.int64)
+        self.history: list[list[int] | None] = [None] * num_rows  # the row's true tokens
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        assert plan.total_tokens <= self.budget, "the token budget was exceeded"
+        assert 0 not in plan.rows, "row 0 is reserved"
+        assert len(set(plan.rows.tolist())) == plan.batch_size, "a row appears twice"
+        assert (plan.num_tokens > 0).all(), "a row computes nothing"
+        self._apply_changes(plan)
+        spans = self._write(plan)
+        sampled = []
+        for row, end, samples in spans:
+            history = self.history[row]
+            assert history is not None
+            read = self.kv[self._slots(row, 0, end)]
+            assert read.tolist() == history[:end], f"row {row} attends to foreign KV"
+            if samples:
+                assert end == len(history), "sampled before the last known token"
+                sampled.append((row, next_token(read)))
+        for row, token in sampled:
+            history = self.history[row]
+            assert history is not None
+            history.append(token)
+        return StepResult(np.array([token for _, token in sampled], np.int32))
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            assert self.history[row] is not None, f"row {row} freed twice"
+            self.history[row] = None
+        for init in plan.new_rows:
+            assert self.history[init.row] is None, f"row {init.row} has an owner"
+            assert 0 not in init.block_ids, "block 0 is reserved"
+            self.history[init.row] = init.token_ids.tolist()
+            self.block_table[init.row] = 0
+            self.block_table[init.row, : len(init.block_ids)] = init.block_ids
+        for row, index, block_ids in plan.appended:
+            assert self.history[row] is not None, "blocks for a row without owner"
+            assert self.block_table[row, index - 1] != 0, "a gap in the block table"
+            assert self.block_table[row, index] == 0, "a block table entry was replaced"
+            self.block_table[row, index : index + len(block_ids)] = block_ids
+
+    def _write(self, plan: StepPlan) -> list[tuple[int, int, bool]]:
+        """Store the step's own tokens; returns (row, tokens with KV, samples)."""
+        taken = 0
+        spans = []
+        for index, row in enumerate(plan.rows.tolist()):
+            start, count = int(plan.num_computed[index]), int(plan.num_tokens[index])
+            history = self.history[row]
+            assert history is not None, f"row {row} runs without owner"
+            if index < plan.num_decodes:
+                assert count == 1
+                assert start == len(history) - 1, "a decode consumes the last sampled token"
+                tokens = history[start:]
+            else:
+                tokens = plan.prompt_tokens[taken : taken + count].tolist()
+                taken += count
+            slots = self._slots(row, start, start + count)
+            assert slots.min() >= self.block_size, "a token is written to the reserved block"
+            self.kv[slots] = tokens
+            spans.append((row, start + count, bool(plan.samples[index])))
+        assert taken == len(plan.prompt_tokens), "prompt tokens without a row"
+        return spans
+
+    def _slots(self, row: int, start: int, end: int) -> np.ndarray:
+        positions = np.arange(start, end)
+        blocks = self.block_table[row, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+
+@dataclass
+class Completion:
+    """All that a client would have received for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    rejected: str | None = None
+    num_cached: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish is not None or self.rejected is not None
+
+
+class ToyEngine:
+    """Scheduler and toy runner, driven as engine.loop drives the real ones."""
+
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        block_size: int = 4,
+        budget: int = 16,
+        max_num_seqs: int = 8,
+        admission: str = "greedy",
+        overlap: bool = False,
+        prefix_caching: bool = True,
+        chunked: bool = True,
+        check_invariants: bool = True,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MODEL_LEN,
+            block_size=block_size,
+            enable_chunked_prefill=chunked,
+            admission=admission,
+            eos_token_ids=(EOS,),
+            check_invariants=check_invariants,
+            num_rows=max_num_seqs + 2,
+        )
+        self.kv = KVCacheManager(num_blocks, block_size, prefix_caching)
+        self.scheduler = Scheduler(config, self.kv)
+        self.runner = ToyRunner(config.num_rows, num_blocks, block_size, budget)
+        self.overlap = overlap
+        self.completions: dict[int, Completion] = {}
+        self.num_wasted = 0  # samples that nobody wanted
+        self._in_flight: tuple[StepPlan, StepResult] | None = None
+        self._now_ns = 0
+
+    def add(
+        self,
+        req_id: int,
+        prompt: list[int],
+        params: SamplingParams | None = None,
+        prior: list[int] | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        """`prior`: output generated before a restart."""
+        token_ids = array("i", prompt + (prior or [])).tobytes()
+        self.completions[req_id] = Completion()
+        self._now_ns += 1
+        self.scheduler.add(
+            AddRequest(
+                req_id=req_id,
+                token_ids=token_ids,
+                block_names=block_names(token_ids, self.kv.block_size, salt),
+                params=params or SamplingParams(),
+                arrival_ns=self._now_ns,
+                num_prior_output=len(prior or []),
+                priority=priority,
+                cache_salt=salt,
+            ),
+            self._now_ns,
+        )
+
+    def abort(self, *req_ids: int) -> None:
+        self.scheduler.abort(list(req_ids), AbortReason.CLIENT)
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self.scheduler.has_work()
+
+    def step(self) -> StepPlan | None:
+        """One pass of the loop. Returns the plan that was launched."""
+        self._now_ns += 1000
+        plan = self.scheduler.schedule(self._now_ns)
+        launched = None if plan is None else (plan, self.runner.launch(plan))
+        stuck = plan is None and self._in_flight is None and self.scheduler.has_work()
+        assert not stuck or self.scheduler.num_waiting, "running requests, but nothing to run"
+        finished = self._in_flight if self.overlap else launched
+        if finished is not None:
+            self._commit(*finished)
+        if self.overlap:
+            self._in_flight = launched
+        self.receive(self.scheduler.take_output(0, self._now_ns))
+        return plan
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Step until everything has ended."""
+        idle = 0
+        for _ in range(max_steps):
+            if not self.has_work:
+                break
+            idle = 0 if self.step() is not None else idle + 1
+            assert idle < 3, "requests wait, and nothing runs"
+        assert not self.has_work, "the engine did not come to an end"
+        self.receive(self.scheduler.take_output(0, self._now_ns))
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        before = self.scheduler.generation_tokens
+        self.scheduler.commit(plan, result)
+        self.num_wasted += len(result.token_ids) - (self.scheduler.generation_tokens - before)
+
+    def receive(self, output: StepOutput | None) -> None:
+        """Take an output apart as the tokenizer process does."""
+        if output is None:
+            return
+        assert sum(output.counts) == len(output.token_ids)
+        for req_id, code, message in output.rejected:
+            completion = self.completions[req_id]
+            assert not completion.has_ended, f"request {req_id} ended twice"
+            assert message
+            completion.rejected = code
+        for req_id, num_cached, _ in output.started:
+            self.completions[req_id].num_cached = num_cached
+        finished = {index: (reason, token) for index, reason, token in output.finished}
+        assert len(finished) == len(output.finished)
+        position = 0
+        for index, (req_id, count) in enumerate(zip(output.req_ids, output.counts, strict=True)):
+            completion = self.completions[req_id]
+            assert not completion.has_ended, f"request {req_id} spoke after its end"
+            completion.tokens += output.token_ids[position : position + count]
+            position += count
+            if index in finished:
+                completion.finish, completion.stop_token = finished[index]
+
+    def assert_clean(self) -> None:
+        """Everything has ended, all tables are empty, all blocks are back."""
+        assert all(c.has_ended for c in self.completions.values())
+        assert self.scheduler.num_running == 0
+        assert self.scheduler.num_waiting == 0
+        assert self.kv.num_free_blocks == self.kv.num_usable_blocks
+        self.scheduler.check_invariants()
