@@ -1,4 +1,4 @@
-"""Ties the life of a child process to its parent's."""
+"""Process matters that all of Sluice's processes share: dying with the parent, memory in use."""
 
 import ctypes
 import os
@@ -23,3 +23,9 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     if os.getppid() != parent_pid:  # the parent ended before prctl, so no signal will come
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,75 @@
+"""The text of one completion as it grows: detokenizing, stop strings, log-probabilities."""
+
+from collections import deque
+
+from engine.api.messages import TokenLogprobText
+from engine.api.sampling import SamplingParams
+from tokenizer_proc.detokenize import TextStream
+from tokenizer_proc.stop import StopMatcher
+
+
+class CompletionText:
+    """Fed with tokens one by one, so the result cannot depend on how steps group them.
+
+    A log-probability entry is released together with the first character of its token's text. A
+    token that only begins a character, or that renders to nothing, goes with the character after it.
+
+        tokens     "Hel" | F0 9F | 98 80 | "lo\\n"
+        start        3   |   6   |   6   |   7          characters before the token
+        released   "Hel" |  ""   |  "😀" | "lo\\n"       entries: 1, 0, 2, 1
+    """
+
+    def __init__(self, params: SamplingParams, stream: TextStream) -> None:
+        self.params = params
+        self.stream = stream
+        stops, include = params.stop, params.include_stop_str_in_output
+        self.matcher = StopMatcher(stops, include) if stops else None
+        self.num_tokens = 0  # generated, as billed
+        self.num_chars = 0  # decoded, held text included
+        self.num_released = 0  # characters given out
+        self.waiting: deque[tuple[int, TokenLogprobText]] = deque()  # (start, entry)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self.matcher.found if self.matcher else None
+
+    def push(self, token_id: int, entry: TokenLogprobText | None = None) -> str:
+        """Text released by the next token. Afterwards look at `stop_string`."""
+        self.num_tokens += 1
+        if entry is not None:
+            self.waiting.append((self.num_chars, entry))
+        return self._release(self.stream.push(token_id))
+
+    def skip(self) -> None:
+        """Count a token that is not rendered: the stop or end-of-sequence token."""
+        self.num_tokens += 1
+
+    def finish(self) -> str:
+        """All text that was held; for completions that no stop string ended."""
+        text = self._release(self.stream.finish())
+        if self.matcher is not None and self.matcher.found is None:
+            held = self.matcher.finish()
+            self.num_released += len(held)
+            text += held
+        return text
+
+    def take_entries(self) -> list[TokenLogprobText]:
+        """Entries of tokens whose text was released since the last call."""
+        entries = []
+        while self.waiting and self.waiting[0][0] < self.num_released:
+            entries.append(self.waiting.popleft()[1])
+        return entries
+
+    def take_all_entries(self) -> list[TokenLogprobText]:
+        """Entries of all tokens left, including those without text at the very end."""
+        entries = [entry for _, entry in self.waiting]
+        self.waiting.clear()
+        return entries
+
+    def _release(self, piece: str) -> str:
+        self.num_chars += len(piece)
+        if self.matcher is not None:
+            piece = self.matcher.push(piece, self.num_tokens >= self.params.min_tokens)
+        self.num_released += len(piece)
+        return piece

@@ -1,0 +1,85 @@
+"""Prompts to token ids."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.api.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from tokenizer_proc.chat import ChatRenderer
+from tokenizer_proc.errors import PromptError
+from tokenizer_proc.loading import Tokenizer
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    token_ids: Int32Array  # [num_tokens]
+    text: str | None  # as given or as rendered; None for a prompt given as ids
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Encoder:
+    """Encodes prompts and decodes whole id sequences. Safe to use from several threads.
+
+    It goes to the Rust tokenizer directly: transformers' call sets truncation on the shared object
+    each time, which threads cannot do at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.backend = tokenizer.backend_tokenizer
+        self.bos_token: str | None = tokenizer.bos_token
+        self.chat = ChatRenderer(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat.has_template
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Raises PromptError for messages the template refuses and for text that is not Unicode."""
+        if isinstance(prompt, TokenPrompt):
+            return EncodedPrompt(np.frombuffer(prompt.token_ids, dtype="<i4"), None)
+        if isinstance(prompt, TextPrompt):
+            return self._encode_text(prompt.text, prompt.add_special_tokens, "prompt")
+        text = self.chat.render(prompt)
+        has_bos = bool(self.bos_token) and text.startswith(str(self.bos_token))
+        return self._encode_text(text, prompt.add_special_tokens and not has_bos, "messages")
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The whole text, special tokens as their names."""
+        return self.backend.decode(token_ids, skip_special_tokens=False)
+
+    def _encode_text(self, text: str, add_special_tokens: bool, param: str) -> EncodedPrompt:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                400,
+                "invalid_unicode",
+                f"{param} has a lone surrogate at character {error.start}, which no text can hold",
+                param,
+            ) from error
+        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return EncodedPrompt(np.array(ids, dtype=np.int32), text)
+
+
+def prompt_param(prompt: Prompt) -> str:
+    """The HTTP field that holds the prompt."""
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def check_token_ids(token_ids: Int32Array, vocab_size: int, param: str) -> None:
+    """Raise PromptError unless all ids are in [0, vocab_size)."""
+    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if len(outside):
+        position = int(outside[0])
+        raise PromptError(
+            400,
+            "invalid_token_id",
+            f"{param}[{position}] is token id {token_ids[position]}; ids of this model are 0 to "
+            f"{vocab_size - 1}",
+            param,
+        )

@@ -1,0 +1,43 @@
+"""Log-probabilities of tokens, with the tokens as text and bytes."""
+
+import numpy as np
+
+from engine.api.messages import LogprobEntry, TokenLogprobs, TokenLogprobText
+from tokenizer_proc.vocabulary import Vocabulary
+
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
+
+
+def with_text(
+    logprobs: TokenLogprobs, token_id: int, vocabulary: Vocabulary, skip_special_tokens: bool
+) -> TokenLogprobText:
+    """Add texts and bytes to the engine's numbers about the generated token `token_id`."""
+
+    def entry(token_id: int, logprob: float) -> LogprobEntry:
+        return LogprobEntry(
+            token_id=token_id,
+            token=token_text(vocabulary, token_id),
+            logprob=max(logprob, LOWEST_LOGPROB),
+            bytes=token_bytes(vocabulary, token_id, skip_special_tokens),
+        )
+
+    top_ids = np.frombuffer(logprobs.top_ids, dtype="<i4").tolist()
+    top_logprobs = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
+    return TokenLogprobText(
+        chosen=entry(token_id, logprobs.sampled),
+        top=[entry(*pair) for pair in zip(top_ids, top_logprobs, strict=True)],
+    )
+
+
+def token_text(vocabulary: Vocabulary, token_id: int) -> str:
+    """The token as text; its bytes as `bytes:\\xNN...` if they are not whole characters."""
+    text = vocabulary.everything.texts[token_id]
+    if text is None:
+        pieces = vocabulary.everything.pieces[token_id]
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in pieces)
+    return text or vocabulary.name(token_id)
+
+
+def token_bytes(vocabulary: Vocabulary, token_id: int, skip_special_tokens: bool) -> bytes:
+    """What the token adds to the text; b"" for special tokens that render to nothing."""
+    return vocabulary.table(skip_special_tokens).pieces[token_id]

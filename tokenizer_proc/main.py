@@ -1,0 +1,304 @@
+"""The tokenizer process: sockets and threads around `prepare` and `OutputProcessor`.
+
+        ingress (PULL) ──► Generate ──► thread pool: render, encode, name blocks ──┐
+                           Abort ─────► forget, tell the engine                    │ results, eventfd
+        replies (PUSH) ◄── Accepted, RequestError ◄────────────────────────────────┤
+        submit  (PUSH) ◄── AddRequest ◄────────────────────────────────────────────┘
+        tokens  (PULL) ──► StepOutput ──► text ──► one Deltas to replies, AbortRequests to submit
+
+One thread owns sockets and tables. A request is in exactly one table: in `encoding` while a thread
+works on its prompt, in `output.live` while the engine has it. Its terminal message or its abort removes
+it, and whatever arrives for it later is dropped.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+
+from engine.api.messages import (
+    Abort,
+    AbortReason,
+    AbortRequests,
+    Accepted,
+    CallError,
+    Detokenize,
+    DetokenizeResult,
+    EngineHello,
+    EngineLimits,
+    Generate,
+    Ingress,
+    Message,
+    RequestError,
+    Sockets,
+    StepOutput,
+    Tokenize,
+    TokenizeResult,
+    TokenizerReady,
+    Tokens,
+    decoder,
+    encoder,
+)
+from tokenizer_proc.encode import Encoder, check_token_ids
+from tokenizer_proc.errors import PromptError
+from tokenizer_proc.loading import Tokenizer, check_fits_model
+from tokenizer_proc.output import OutputProcessor
+from tokenizer_proc.prepare import PreparedRequest, prepare
+from tokenizer_proc.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ENCODING_THREADS = 2
+MESSAGES_PER_TURN = 64  # of ingress, before the engine's output gets its turn again
+
+
+class TokenizerLoop:
+    """Binds `ingress` and `tokens`, connects `submit` and `replies`; `run` serves until `stop`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, sockets: Sockets, epoch: int = 0, default_seed: int = 0
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.epoch = epoch
+        self.default_seed = default_seed
+        self.prompts = Encoder(tokenizer)
+        self.vocabulary = Vocabulary(tokenizer)
+        self.output = OutputProcessor(self.vocabulary)
+        self.encoding: set[int] = set()  # ids of requests whose prompt is being encoded
+        self.limits: EngineLimits | None = None  # known once the engine said hello
+        self.stopping = False
+
+        self.context = zmq.Context()
+        self.ingress = self._socket(zmq.PULL, sockets.ingress)
+        self.tokens = self._socket(zmq.PULL, sockets.tokens)
+        self.submit = self._socket(zmq.PUSH, sockets.submit)
+        self.replies = self._socket(zmq.PUSH, sockets.replies)
+        self.encoder = encoder()
+        self.ingress_decoder = decoder(Ingress)
+        self.tokens_decoder = decoder(Tokens)
+
+        self.pool = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="encode")
+        self.results: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Never closed, as a thread may still write to it after the end of `run`.
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self.context.socket(kind)
+        socket.set_hwm(0)  # never block: depth is bounded by the number of live requests
+        socket.linger = 0
+        if kind == zmq.PULL:
+            socket.bind(address)
+        else:
+            socket.connect(address)
+        return socket
+
+    def stop(self) -> None:
+        """End `run` soon. May be called from any thread and from a signal handler."""
+        self.stopping = True
+        os.eventfd_write(self.wake_fd, 1)
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises TokenizerLoadError if tokenizer and model do not fit."""
+        poller = zmq.Poller()
+        poller.register(self.tokens, zmq.POLLIN)
+        poller.register(self.wake_fd, zmq.POLLIN)
+        try:
+            while not self.stopping:
+                if self.limits is not None and self.ingress not in poller:
+                    poller.register(self.ingress, zmq.POLLIN)  # until now requests waited in it
+                ready = dict(poller.poll())
+                if self.tokens in ready:
+                    self._drain(self.tokens, self.tokens_decoder, self._on_engine_message)
+                if self.wake_fd in ready:
+                    os.eventfd_read(self.wake_fd)
+                    self._finish_jobs()
+                if self.ingress in ready:
+                    self._drain(self.ingress, self.ingress_decoder, self._on_server_message)
+        finally:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.context.destroy(linger=0)
+
+    def _drain(
+        self, socket: zmq.Socket[bytes], decoder: Any, handle: Callable[[Any], None]
+    ) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                data = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decoder.decode(data)
+            except msgspec.DecodeError:
+                logger.exception("dropped a message that is not of this protocol")
+                continue
+            handle(message)
+
+    def _send(self, socket: zmq.Socket[bytes], message: Message) -> None:
+        socket.send(self.encoder.encode(message))
+
+    # --- from the engine --------------------------------------------------------------------------
+
+    def _on_engine_message(self, message: EngineHello | StepOutput) -> None:
+        if message.epoch != self.epoch:
+            logger.debug("dropped %s of epoch %d", type(message).__name__, message.epoch)
+        elif isinstance(message, StepOutput):
+            self._on_step(message)
+        elif self.limits is None:
+            check_fits_model(self.tokenizer, message.limits.vocab_size)
+            self.vocabulary.pad_to(message.limits.vocab_size)
+            self.limits = message.limits
+            self._send(
+                self.replies,
+                TokenizerReady(
+                    limits=message.limits, has_chat_template=self.prompts.has_chat_template
+                ),
+            )
+
+    def _on_step(self, step: StepOutput) -> None:
+        deltas, abort_ids = self.output.process(step)
+        if deltas.req_ids or deltas.started:
+            self._send(self.replies, deltas)
+        if abort_ids:
+            self._send(
+                self.submit, AbortRequests(req_ids=abort_ids, reason=AbortReason.STOP_STRING)
+            )
+        for error in self.output.rejected(step):
+            self._send(self.replies, error)
+
+    # --- from the server --------------------------------------------------------------------------
+
+    def _on_server_message(self, message: Generate | Abort | Tokenize | Detokenize) -> None:
+        assert self.limits is not None
+        limits = self.limits
+        if isinstance(message, Generate):
+            self.encoding.update(choice_ids(message))
+            self._start(
+                lambda: prepare(self.prompts, message, limits, self.default_seed),
+                lambda result: self._on_prepared(message, result),
+            )
+        elif isinstance(message, Abort):
+            self._on_abort(message.req_ids)
+        elif isinstance(message, Tokenize):
+            self._start(
+                lambda: self._tokenize(message, limits),
+                lambda result: self._reply_to_call(message.call_id, result),
+            )
+        else:
+            self._start(
+                lambda: self._detokenize(message, limits),
+                lambda result: self._reply_to_call(message.call_id, result),
+            )
+
+    def _on_abort(self, req_ids: list[int]) -> None:
+        """No terminal message: the server forgot the requests before it asked."""
+        self.encoding.difference_update(req_ids)
+        live = self.output.forget(req_ids)
+        if live:
+            self._send(self.submit, AbortRequests(req_ids=live, reason=AbortReason.CLIENT))
+
+    def _on_prepared(self, generate: Generate, result: PreparedRequest | PromptError) -> None:
+        """Submit the choices that were not aborted while the prompt was being encoded."""
+        wanted = self.encoding.intersection(choice_ids(generate))
+        self.encoding -= wanted
+        if not wanted:
+            return
+        if isinstance(result, PromptError):
+            self._send(
+                self.replies,
+                RequestError(
+                    req_id=generate.req_id,
+                    n=generate.params.n,
+                    status=result.status,
+                    code=result.code,
+                    message=result.message,
+                    param=result.param,
+                ),
+            )
+            return
+        self._send(
+            self.replies,
+            Accepted(
+                req_id=generate.req_id,
+                num_prompt_tokens=result.num_prompt_tokens,
+                prompt_text=result.prompt_text,
+            ),
+        )
+        for request in result.requests:
+            if request.req_id in wanted:
+                self.output.add(request)
+                self._send(self.submit, request)
+
+    # --- work for the threads ---------------------------------------------------------------------
+
+    def _tokenize(self, call: Tokenize, limits: EngineLimits) -> TokenizeResult:
+        prompt = self.prompts.encode(call.prompt)
+        check_token_ids(prompt.token_ids, limits.vocab_size, "prompt")
+        names = None
+        if call.return_token_strs:
+            names = [self.vocabulary.name(token_id) for token_id in prompt.token_ids.tolist()]
+        return TokenizeResult(
+            call_id=call.call_id,
+            token_ids=prompt.token_ids.tobytes(),
+            max_model_len=limits.max_model_len,
+            token_strs=names,
+        )
+
+    def _detokenize(self, call: Detokenize, limits: EngineLimits) -> DetokenizeResult:
+        token_ids = np.frombuffer(call.token_ids, dtype="<i4")
+        check_token_ids(token_ids, limits.vocab_size, "tokens")
+        return DetokenizeResult(call_id=call.call_id, text=self.prompts.decode(token_ids.tolist()))
+
+    def _reply_to_call(
+        self, call_id: int, result: TokenizeResult | DetokenizeResult | PromptError
+    ) -> None:
+        if isinstance(result, PromptError):
+            error = result
+            self._send(
+                self.replies,
+                CallError(
+                    call_id=call_id,
+                    status=error.status,
+                    code=error.code,
+                    message=error.message,
+                    param=error.param,
+                ),
+            )
+        else:
+            self._send(self.replies, result)
+
+    def _start(self, work: Callable[[], T], done: Callable[[T | PromptError], None]) -> None:
+        """Run `work` in the pool, then `done` with its result in the loop's thread."""
+
+        def job() -> None:
+            result: T | PromptError
+            try:
+                result = work()
+            except PromptError as error:
+                result = error
+            except BaseException:  # a panic of the Rust tokenizer is no Exception
+                logger.exception("a prompt could not be processed")
+                result = PromptError(500, "internal_error", "the prompt could not be processed")
+            self.results.put(lambda: done(result))
+            os.eventfd_write(self.wake_fd, 1)
+
+        self.pool.submit(job)
+
+    def _finish_jobs(self) -> None:
+        while True:
+            try:
+                finish = self.results.get_nowait()
+            except Empty:
+                return
+            finish()
+
+
+def choice_ids(generate: Generate) -> range:
+    return range(generate.req_id, generate.req_id + generate.params.n)

@@ -1,0 +1,160 @@
+"""Turns the engine's steps into text for the server: one pass over the columns of a step."""
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from engine.api.messages import (
+    AddRequest,
+    Deltas,
+    FinishReason,
+    RequestError,
+    StepOutput,
+    TokenLogprobs,
+    TokenLogprobText,
+)
+from tokenizer_proc.completion import CompletionText
+from tokenizer_proc.detokenize import text_stream
+from tokenizer_proc.logprobs import with_text
+from tokenizer_proc.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+# HTTP status of a request that the engine refuses; any other code is the server's fault.
+STATUS_OF_REJECTION = {
+    "context_length_exceeded": 400,
+    "exceeds_kv_capacity": 400,
+    "invalid_value": 400,
+    "invalid_token_id": 400,
+    "queue_full": 429,
+    "queue_timeout": 503,
+    "not_ready": 503,
+    "draining": 503,
+}
+
+
+class OutputProcessor:
+    """Owns the text of every live request. A request leaves with its terminal message or its abort."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.live: dict[int, CompletionText] = {}
+
+    def add(self, request: AddRequest) -> None:
+        """Expect the output of `request`. Call it before the engine can answer."""
+        prompt_ids = np.frombuffer(request.token_ids, dtype="<i4")
+        stream = text_stream(self.vocabulary, request.params.skip_special_tokens, prompt_ids)
+        self.live[request.req_id] = CompletionText(request.params, stream)
+
+    def forget(self, req_ids: Iterable[int]) -> list[int]:
+        """Drop requests; returns those that were live. Their later output is ignored."""
+        return [req_id for req_id in req_ids if self.live.pop(req_id, None) is not None]
+
+    def process(self, step: StepOutput) -> tuple[Deltas, list[int]]:
+        """The step as text, and the ids of requests that the engine must be told to stop.
+
+        Requests that are unknown (aborted, or ended by a stop string some steps ago) are skipped.
+        """
+        deltas = Deltas(req_ids=[], texts=[], counts=[], finished=[])
+        deltas.started = [row for row in step.started if row[0] in self.live]
+        abort_ids: list[int] = []
+        ends = {index: (reason, token) for index, reason, token in step.finished}
+        logprobs = {entry.index: entry for entry in step.logprobs}
+        first = 0
+        for index, (req_id, count) in enumerate(zip(step.req_ids, step.counts, strict=True)):
+            tokens = range(first, first + count)
+            first += count
+            completion = self.live.get(req_id)
+            if completion is None:
+                continue
+            try:
+                ended = self._advance(
+                    completion, req_id, step.token_ids, tokens, logprobs, ends.get(index), deltas
+                )
+            except Exception:
+                logger.exception("request %d: its output cannot be turned into text", req_id)
+                add_row(deltas, req_id, "", 0, (FinishReason.ERROR, None))
+                ended = True
+            if ended:
+                del self.live[req_id]
+                if index not in ends:
+                    abort_ids.append(req_id)
+        return deltas, abort_ids
+
+    def rejected(self, step: StepOutput) -> list[RequestError]:
+        """Terminal messages for the live requests that the engine refused to run."""
+        return [
+            RequestError(
+                req_id=req_id,
+                n=1,
+                status=STATUS_OF_REJECTION.get(code, 500),
+                code=code,
+                message=message,
+            )
+            for req_id, code, message in step.rejected
+            if self.live.pop(req_id, None) is not None
+        ]
+
+    def _advance(
+        self,
+        completion: CompletionText,
+        req_id: int,
+        token_ids: list[int],
+        tokens: range,  # of token_ids: those of this request
+        logprobs: dict[int, TokenLogprobs],  # by position in token_ids
+        end: tuple[FinishReason, int | None] | None,
+        deltas: Deltas,
+    ) -> bool:
+        """Add one request's row to `deltas`. Returns whether the request has ended."""
+        params = completion.params
+        reason, stop_token = end or (None, None)
+        stop_id = stop_token if stop_token in params.stop_token_ids else None
+        hides_last = reason is FinishReason.STOP and not (
+            stop_id is not None and params.include_stop_str_in_output
+        )
+        num_before = completion.num_tokens
+        text = ""
+        for position in tokens:
+            if hides_last and position == tokens[-1]:
+                completion.skip()
+                break
+            token_id = token_ids[position]
+            entry = None
+            if position in logprobs:
+                entry = with_text(
+                    logprobs[position], token_id, self.vocabulary, params.skip_special_tokens
+                )
+            text += completion.push(token_id, entry)
+            if completion.stop_string is not None:
+                break
+        if reason is not None and completion.stop_string is None:
+            text += completion.finish()  # an incomplete character may still complete a stop string
+        finish: tuple[FinishReason, str | int | None] | None = None
+        if completion.stop_string is not None:
+            finish = (FinishReason.STOP, completion.stop_string)
+        elif reason is not None:
+            finish = (reason, stop_id)
+        entries = completion.take_entries()
+        if finish is not None and completion.stop_string is None:
+            entries += completion.take_all_entries()
+        add_row(deltas, req_id, text, completion.num_tokens - num_before, finish, entries)
+        return finish is not None
+
+
+def add_row(
+    deltas: Deltas,
+    req_id: int,
+    text: str,
+    count: int,
+    finish: tuple[FinishReason, str | int | None] | None,
+    entries: list[TokenLogprobText] | None = None,
+) -> None:
+    row = len(deltas.req_ids)
+    deltas.req_ids.append(req_id)
+    deltas.texts.append(text)
+    deltas.counts.append(count)
+    if finish is not None:
+        deltas.finished.append((row, *finish))
+    if entries:
+        deltas.logprobs.append((row, entries))

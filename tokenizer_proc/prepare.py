@@ -1,0 +1,144 @@
+"""A `Generate` to the requests that the engine runs: lengths checked, defaults resolved, blocks named."""
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.api.hashing import block_names
+from engine.api.messages import AddRequest, EngineLimits, Generate
+from engine.api.sampling import SamplingParams, choice_seed
+from tokenizer_proc.encode import EncodedPrompt, Encoder, check_token_ids, prompt_param
+from tokenizer_proc.errors import PromptError
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    num_prompt_tokens: int
+    prompt_text: str | None  # only if the request wants it
+    requests: list[AddRequest]  # one for each choice, ids req_id .. req_id + n - 1
+
+
+def prepare(
+    encoder: Encoder, generate: Generate, limits: EngineLimits, default_seed: int = 0
+) -> PreparedRequest:
+    """Encode the prompt once and make one request per choice; they share its block names, hence its KV.
+
+    `default_seed` is for requests that name none; 0 draws a fresh one. Raises PromptError.
+    """
+    params = generate.params
+    check_param_ids(params, limits.vocab_size)
+    prompt = encoder.encode(generate.prompt)
+    check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(generate.prompt))
+    max_tokens = resolve_max_tokens(len(prompt), params, limits, prompt_param(generate.prompt))
+    token_ids = prompt.token_ids.tobytes()
+    names = b""
+    if limits.enable_prefix_caching:
+        names = block_names(token_ids, limits.block_size, generate.cache_salt)
+    seed = resolve_seed(params.seed, default_seed)
+    requests = [
+        AddRequest(
+            req_id=generate.req_id + choice,
+            token_ids=token_ids,
+            block_names=names,
+            params=msgspec.structs.replace(
+                params, n=1, max_tokens=max_tokens, seed=as_int64(choice_seed(seed, choice))
+            ),
+            arrival_ns=generate.arrival_ns,
+            priority=generate.priority,
+            cache_salt=generate.cache_salt,
+        )
+        for choice in range(params.n)
+    ]
+    text = prompt_text(encoder, prompt) if generate.want_prompt_text else None
+    return PreparedRequest(len(prompt), text, requests)
+
+
+def prompt_text(encoder: Encoder, prompt: EncodedPrompt) -> str:
+    """What `echo` returns: the text exactly as it came, or the ids decoded."""
+    return encoder.decode(prompt.token_ids.tolist()) if prompt.text is None else prompt.text
+
+
+def resolve_max_tokens(
+    num_prompt: int, params: SamplingParams, limits: EngineLimits, param: str
+) -> int:
+    """How many tokens may be generated. Raises PromptError if the lengths cannot work.
+
+    The last token generated needs no KV, hence the -1 below. Without max_tokens the completion may
+    fill the context, or the KV cache if that is smaller.
+    """
+    longest, asked = limits.max_model_len, params.max_tokens
+    if num_prompt == 0:
+        raise PromptError(400, "empty_prompt", "the prompt has no tokens; send some text", param)
+    if num_prompt >= longest:
+        raise PromptError(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {num_prompt} tokens, but the maximum context length is {longest} "
+            f"tokens, prompt and completion together; shorten the prompt by at least "
+            f"{num_prompt - longest + 1} tokens",
+            param,
+        )
+    room = longest - num_prompt
+    if asked is not None and asked > room:
+        raise PromptError(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {num_prompt} tokens and max_tokens is {asked}, together "
+            f"{num_prompt + asked}, but the maximum context length is {longest} tokens; the "
+            f"largest max_tokens that fits is {room}",
+            "max_tokens",
+        )
+    capacity = limits.num_blocks * limits.block_size - num_prompt + 1
+    if capacity < (asked or 1):
+        blocks = -(-(num_prompt + (asked or 1) - 1) // limits.block_size)
+        remedy = (
+            f"the largest max_tokens that fits is {capacity}"
+            if capacity > 0
+            else ("shorten the prompt, or give the server a larger KV cache")
+        )
+        raise PromptError(
+            400,
+            "exceeds_kv_capacity",
+            f"{num_prompt} prompt tokens and max_tokens {asked or 1} need {blocks} KV blocks, but "
+            f"the server has {limits.num_blocks} of {limits.block_size} tokens; {remedy}",
+            param,
+        )
+    resolved = min(room, capacity) if asked is None else asked
+    if resolved < params.min_tokens:
+        raise PromptError(
+            400,
+            "context_length_exceeded",
+            f"min_tokens is {params.min_tokens}, but after {num_prompt} prompt tokens only "
+            f"{resolved} fit",
+            "min_tokens",
+        )
+    return resolved
+
+
+def check_param_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise PromptError unless the token ids among the parameters exist in the model."""
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", list(params.logit_bias)),
+    ):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise PromptError(
+                    400,
+                    "invalid_value",
+                    f"{field} has token id {token_id}; ids of this model are 0 to {vocab_size - 1}",
+                    field,
+                )
+
+
+def resolve_seed(seed: int | None, default_seed: int) -> int:
+    """The request's seed, else the server's, else a random one of 63 bits."""
+    if seed is not None and seed != -1:
+        return seed
+    return default_seed or random.getrandbits(63)
+
+
+def as_int64(seed: int) -> int:
+    """The same 64 bits as a signed number, which is what `SamplingParams.seed` holds."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
