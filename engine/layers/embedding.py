@@ -1,0 +1,55 @@
+"""Token embedding and output head."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.ops.linear import linear, pack_weight
+from engine.weights.slots import Slot, Source
+
+
+class Embedding:
+    """Token id -> row of the table [vocab_size, hidden_size]."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int) -> None:
+        self.name = name
+        self.shape = (vocab_size, hidden_size)
+        self.table: Tensor | None = None
+
+    def slots(self) -> list[Slot]:
+        return [Slot(self.name, (Source(f"{self.name}.weight", self.shape),))]
+
+    def take(self, tensors: list[Tensor]) -> None:
+        (self.table,) = tensors
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden_size], a fresh tensor."""
+        assert self.table is not None, f"{self.name} has no weights yet"
+        return F.embedding(token_ids, self.table)
+
+
+class OutputHead:
+    """Hidden states -> logits. Tied: over a packed copy of the embedding's table.
+
+    The copy costs memory once and makes the largest product of a decode step twice as fast.
+    """
+
+    def __init__(self, name: str, embedding: Embedding, tied: bool) -> None:
+        self.name = name
+        self.embedding = embedding
+        self.tied = tied
+        self.weight: Tensor | None = None
+
+    def slots(self) -> list[Slot]:
+        if self.tied:
+            return []
+        return [Slot(self.name, (Source(f"{self.name}.weight", self.embedding.shape),))]
+
+    def take(self, tensors: list[Tensor]) -> None:
+        table = self.embedding.table if self.tied else tensors[0]
+        assert table is not None, "the embedding is loaded before the head tied to it"
+        self.weight = pack_weight(table)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] -> float32 [S, vocab_size]."""
+        assert self.weight is not None, f"{self.name} has no weights yet"
+        return linear(hidden, self.weight).float()

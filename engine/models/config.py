@@ -1,0 +1,209 @@
+"""What config.json (or a GGUF header) says of a model, checked, without importing torch."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.api.config import ConfigError
+from engine.models import ARCHITECTURES
+from engine.models.rope import RopeConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILE = "model.safetensors"
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder-only model, and what serving it needs to know.
+
+    `raw` keeps all keys, for the few that only one family has (engine/models/<family>.py reads them).
+    """
+
+    path: str
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int  # positions the model is made for, rope scaling included
+    eos_token_ids: list[int]  # of generation_config.json, then of config.json
+    bos_token_id: int | None
+    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    hidden_act: str
+    rope: RopeConfig
+    raw: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def from_directory(cls, path: str) -> "ModelConfig":
+        """Read a Hugging Face model directory, or a .gguf file.
+
+        Raises ConfigError (exit code 2) with one line that names the path and what is wrong with it.
+        """
+        if Path(path).is_file():
+            return cls.from_gguf(path)
+        file = config_file(path)
+        generation = read_json(Path(path) / "generation_config.json", required=False)
+        return cls.from_dict(read_json(file), generation, path, str(file))
+
+    @classmethod
+    def from_gguf(cls, path: str) -> "ModelConfig":
+        """Read the header of a GGUF file."""
+        from engine.weights.gguf_file import read_gguf
+        from engine.weights.gguf_model import hf_config, stop_token_ids
+
+        gguf = read_gguf(path)
+        return cls.from_dict(hf_config(gguf), {"eos_token_id": stop_token_ids(gguf)}, path, path)
+
+    @classmethod
+    def from_dict(
+        cls, raw: dict[str, Any], generation: dict[str, Any], path: str, where: str
+    ) -> "ModelConfig":
+        """Check the contents of config.json and generation_config.json; `where` names them in errors."""
+        reject_quantization(raw, where)
+        hidden_size = positive_int(raw, "hidden_size", where)
+        num_heads = positive_int(raw, "num_attention_heads", where)
+        num_kv_heads = positive_int(raw, "num_key_value_heads", where, default=num_heads)
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads "
+                f"{num_kv_heads}"
+            )
+        head_dim = positive_int(raw, "head_dim", where, default=hidden_size // num_heads)
+        if head_dim % 2:
+            raise ConfigError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+        hidden_act = raw.get("hidden_act", "silu")
+        if hidden_act not in ACTIVATIONS:
+            raise ConfigError(
+                f"{where}: hidden_act {hidden_act!r} is not supported; supported: "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        positions = positive_int(raw, "max_position_embeddings", where)
+        rope = RopeConfig.from_dict(raw, head_dim, positions, where)
+        eos_token_ids = [*as_ids(generation.get("eos_token_id")), *as_ids(raw.get("eos_token_id"))]
+        return cls(
+            path=path,
+            architecture=choose_architecture(raw, where),
+            hidden_size=hidden_size,
+            intermediate_size=positive_int(raw, "intermediate_size", where),
+            num_layers=positive_int(raw, "num_hidden_layers", where),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=positive_int(raw, "vocab_size", where),
+            max_model_len=rope.max_positions(positions),
+            eos_token_ids=list(dict.fromkeys(eos_token_ids)),
+            bos_token_id=next(iter(as_ids(raw.get("bos_token_id"))), None),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            hidden_act=hidden_act,
+            rope=rope,
+            raw=raw,
+        )
+
+
+def config_file(path: str) -> Path:
+    """config.json of a model directory; raises ConfigError saying what is there instead."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{path}: no such directory. Pass a directory with config.json and *.safetensors, or a "
+            ".gguf file; models are not downloaded by name"
+        )
+    file = directory / "config.json"
+    if not file.is_file():
+        found = [f.name for f in sorted(directory.glob("*.gguf"))]
+        hint = f"; it holds {found[0]}: pass that file instead" if found else ""
+        raise ConfigError(f"{path}: no config.json in this directory{hint}")
+    return file
+
+
+def read_json(file: Path, required: bool = True) -> dict[str, Any]:
+    """The object in a JSON file; {} if it may be absent and is. Raises ConfigError if malformed."""
+    if not required and not file.is_file():
+        return {}
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise ConfigError(f"{file}: expected a JSON object, found {type(contents).__name__}")
+    return contents
+
+
+def choose_architecture(raw: dict[str, Any], where: str) -> str:
+    """The first entry of `architectures` that can be served; raises ConfigError listing those."""
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
+    named = ", ".join(map(str, names)) or "(none given)"
+    raise ConfigError(
+        f"{where}: architecture {named} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def reject_quantization(raw: dict[str, Any], where: str) -> None:
+    """Quantized weights would load as nonsense; say so before anything else is looked at."""
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise ConfigError(
+            f"{where}: quantization method {method!r} is not supported yet; use the unquantized "
+            "checkpoint, or a GGUF file, which is dequantized when loaded"
+        )
+
+
+def positive_int(raw: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """`raw[key]`, or `default` where the key is absent or null. Raises ConfigError naming the key."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"{where}: {key} is missing; is this the config of a language model?")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where}: {key} must be a positive integer, got {value!r:.80}")
+    return value
+
+
+def as_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
+
+
+def find_weight_files(path: str) -> list[str]:
+    """The safetensors files of a model directory, those of the index if there is one.
+
+    Raises ConfigError if there are none, or if one that the index names is missing.
+    """
+    directory = Path(path)
+    index = directory / INDEX_FILE
+    if index.is_file():
+        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in shards if not (directory / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"{path}: {len(missing)} of {len(shards)} weight files listed in {INDEX_FILE} are "
+                f"missing, first {missing[0]}; is the download complete?"
+            )
+        if not shards:
+            raise ConfigError(f"{index}: lists no weight files (weight_map is empty)")
+        return [str(directory / name) for name in shards]
+    if (directory / WEIGHT_FILE).is_file():
+        return [str(directory / WEIGHT_FILE)]
+    files = sorted(directory.glob("*.safetensors"))
+    # consolidated*.safetensors repeat the same weights under other names
+    files = [f for f in files if not f.name.startswith("consolidated")] or files
+    if not files:
+        others = [f.name for f in sorted(directory.glob("*.bin"))]
+        hint = f"; {others[0]} is not read, convert it to safetensors" if others else ""
+        raise ConfigError(f"{path}: no *.safetensors in this directory{hint}")
+    return [str(f) for f in files]

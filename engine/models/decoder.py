@@ -1,0 +1,199 @@
+"""The pre-norm decoder that most open models are, driven by a frozen description.
+
+tokens ── embed ──┬── norm ── qkv ── rope, cache ── attend ── o ──(+)──┬── norm ── gate_up ── act ── down ──(+)── ... ── norm ── head
+                  └───────────────────────────────────────────────┘    └─────────────────────────────────────┘
+                    one DecoderLayer                  (+) adds in place to the residual stream [T, hidden_size]
+"""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
+from engine.layers.embedding import Embedding, OutputHead
+from engine.layers.linear import Linear
+from engine.layers.norm import QkNorm, RmsNorm
+from engine.layers.rotary import Rotary
+from engine.models import ARCHITECTURES
+from engine.models.config import ModelConfig
+from engine.models.rope import RopeConfig
+from engine.ops.activation import act_and_mul
+from engine.ops.rope_and_cache import rope_and_cache
+from engine.weights.slots import WeightedLayer
+
+ACTIVATION_KINDS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """What distinguishes one decoder from another. A family's file makes it from the config."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float
+    activation: str  # a kind of ops.activation
+    rope: RopeConfig
+    tied_head: bool
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]  # one per layer
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ModelConfig,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        sliding_windows: tuple[int | None, ...] | None = None,
+    ) -> "DecoderSpec":
+        """The common fields from the config, the others from the family."""
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_model_len=config.max_model_len,
+            rms_norm_eps=config.rms_norm_eps,
+            activation=ACTIVATION_KINDS[config.hidden_act],
+            rope=config.rope,
+            tied_head=config.tie_word_embeddings,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            sliding_windows=sliding_windows or (None,) * config.num_layers,
+        )
+
+
+class DecoderLayer:
+    """Attention and MLP of one layer."""
+
+    def __init__(self, spec: DecoderSpec, index: int) -> None:
+        self.index = index
+        self.spec = spec
+        self.attention_spec = AttentionSpec(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5,
+            sliding_window=spec.sliding_windows[index],
+        )
+        name = f"model.layers.{index}"
+        attn, mlp = f"{name}.self_attn", f"{name}.mlp"
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.input_norm = RmsNorm(f"{name}.input_layernorm", hidden, spec.rms_norm_eps)
+        self.qkv = Linear(
+            f"{attn}.qkv",
+            hidden,
+            [(f"{attn}.q_proj", q_size), (f"{attn}.k_proj", kv_size), (f"{attn}.v_proj", kv_size)],
+            bias=spec.qkv_bias,
+        )
+        self.qk_norm = (
+            QkNorm(attn, spec.num_heads, spec.num_kv_heads, spec.head_dim) if spec.qk_norm else None
+        )
+        self.output = Linear(
+            f"{attn}.o_proj", q_size, [(f"{attn}.o_proj", hidden)], bias=spec.output_bias
+        )
+        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, spec.rms_norm_eps)
+        self.gate_up = Linear(
+            f"{mlp}.gate_up",
+            hidden,
+            [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)],
+            bias=spec.mlp_bias,
+        )
+        self.down = Linear(
+            f"{mlp}.down_proj", inner, [(f"{mlp}.down_proj", hidden)], bias=spec.mlp_bias
+        )
+
+    def weighted_layers(self) -> Iterator[WeightedLayer]:
+        yield from (self.input_norm, self.qkv)
+        if self.qk_norm is not None:
+            yield self.qk_norm
+        yield from (self.output, self.mlp_norm, self.gate_up, self.down)
+
+    def __call__(
+        self,
+        hidden: Tensor,  # [T, hidden_size], changed in place
+        rotation: tuple[Tensor, Tensor],
+        inputs: StepInputs,
+        attention: AttentionBackend,
+    ) -> None:
+        spec, kv = self.spec, attention.kv
+        q = rope_and_cache(
+            self.qkv(self.input_norm(hidden)),
+            *rotation,
+            inputs.slot_mapping,
+            kv.k[self.index],
+            kv.v[self.index],
+            spec.num_heads,
+            self.qk_norm.weight if self.qk_norm is not None else None,
+            spec.rms_norm_eps,
+        )
+        hidden.add_(self.output(attention.attend(self.index, q, self.attention_spec, inputs)))
+        gate_up = self.gate_up(self.mlp_norm(hidden))
+        hidden.add_(self.down(act_and_mul(gate_up, spec.activation)))
+
+
+class Decoder:
+    """A whole model (engine/models/base.py). Built without weights; the loader brings them."""
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.num_layers = spec.num_layers
+        self.vocab_size = spec.vocab_size
+        self.max_model_len = spec.max_model_len
+        self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
+        self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_model_len, dtype, device)
+        self.layers = [DecoderLayer(spec, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm("model.norm", spec.hidden_size, spec.rms_norm_eps)
+        self.head = OutputHead("lm_head", self.embedding, tied=spec.tied_head)
+        self.attention_specs = [layer.attention_spec for layer in self.layers]
+
+    def weighted_layers(self) -> Iterator[WeightedLayer]:
+        """All layers with weights, in the order in which they are loaded."""
+        yield self.embedding
+        for layer in self.layers:
+            yield from layer.weighted_layers()
+        yield from (self.norm, self.head)
+
+    def forward(self, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
+        """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
+        hidden = self.embedding(inputs.input_ids)
+        rotation = self.rotary(inputs.positions)
+        for layer in self.layers:
+            layer(hidden, rotation, inputs, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [S, vocab_size] for hidden states [S, hidden_size]."""
+        return self.head(hidden)
+
+
+def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model that `config` describes, without weights."""
+    family = importlib.import_module(ARCHITECTURES[config.architecture])
+    return Decoder(family.decoder_spec(config), dtype, device)

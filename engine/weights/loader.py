@@ -1,0 +1,138 @@
+"""Fill a model with weights: each layer names the tensors it is made of, the loader brings them.
+
+One layer at a time is allocated, filled and handed over, so that the peak is the model plus one layer
+even where a layer repacks what it gets. What is missing, has another shape than config.json says, or is
+left over in the files is an error that names layer, tensor and file.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.api.config import ConfigError
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder, build_model
+from engine.weights.checkpoint import FLOAT_TYPES, Checkpoint, open_checkpoint
+from engine.weights.slots import Slot, Source
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[float, str], None]
+ROTARY_BUFFER = ".rotary_emb.inv_freq"  # computed from the config; older checkpoints store it
+SHOWN_NAMES = 5
+
+
+def load_model(
+    path: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build the model of `config` and load its weights from `path` (directory or .gguf file).
+
+    `dummy` draws random weights from `seed` instead. `progress(fraction, what)` is called per layer.
+    Raises ConfigError naming layer, tensor and file if the checkpoint does not fit the config.
+    """
+    model = build_model(config, dtype, device)
+    reader: Reader | DummyReader
+    reader = DummyReader(seed) if dummy else Reader(open_checkpoint(path), path, dtype)
+    layers = [(layer, layer.slots()) for layer in model.weighted_layers()]
+    total = sum(math.prod(slot.shape) for _, slots in layers for slot in slots)
+    done = 0
+    for layer, slots in layers:
+        tensors = []
+        for slot in slots:
+            tensor = torch.empty(slot.shape, dtype=dtype, device=device)
+            reader.fill(slot, tensor)
+            tensors.append(tensor)
+            done += tensor.numel()
+        layer.take(tensors)
+        del tensors  # before the next layer is allocated
+        if progress is not None and slots:
+            progress(done / total, slots[0].layer)
+    reader.finish(config)
+    return model
+
+
+class Reader:
+    """Reads slots from a checkpoint and keeps account of what was used."""
+
+    def __init__(self, checkpoint: Checkpoint, path: str, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.path = path
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.unused = dict(checkpoint.files)
+        self.noted_casts: set[str] = set()
+
+    def fill(self, slot: Slot, target: Tensor) -> None:
+        """Read the slot's sources into `target`, one below the other."""
+        row = 0
+        for source in slot.sources:
+            self.check(slot, source)
+            rows = source.region_shape[0]
+            target[row : row + rows].copy_(self.checkpoint.read(source))
+            row += rows
+
+    def check(self, slot: Slot, source: Source) -> None:
+        """Raise ConfigError unless the source is there, has its shape and is not quantized."""
+        files = self.checkpoint.files
+        if source.name not in files:
+            looked_in = sorted(set(files.values()))
+            raise ConfigError(
+                f"{slot.layer}: needs tensor {source.name}, which none of the {len(looked_in)} weight "
+                f"files in {self.path} has ({', '.join(looked_in[:SHOWN_NAMES])}); is the checkpoint "
+                "complete, and is config.json its own?"
+            )
+        self.unused.pop(source.name, None)
+        file = files[source.name]
+        shape, dtype = self.checkpoint.describe(source.name)
+        if shape != source.shape:
+            raise ConfigError(
+                f"{slot.layer}: tensor {source.name} in {file} has shape {list(shape)}, but by "
+                f"config.json it must be {list(source.shape)}"
+            )
+        if dtype not in FLOAT_TYPES.values():
+            raise ConfigError(
+                f"{slot.layer}: tensor {source.name} in {file} is stored as {dtype}; only "
+                f"{', '.join(FLOAT_TYPES.values())} can be loaded"
+            )
+        if dtype != self.dtype and dtype not in self.noted_casts:
+            self.noted_casts.add(dtype)
+            logger.info("weights are converted from %s to %s while loading", dtype, self.dtype)
+
+    def finish(self, config: ModelConfig) -> None:
+        """Raise ConfigError if tensors are left over that ought to have a place in the model."""
+        left = {n: f for n, f in self.unused.items() if not n.endswith(ROTARY_BUFFER)}
+        if config.tie_word_embeddings and left.pop("lm_head.weight", ""):
+            logger.info("lm_head.weight is not used: config.json ties the head to the embedding")
+        if left:
+            names = ", ".join(f"{name} ({file})" for name, file in list(left.items())[:SHOWN_NAMES])
+            more = f" and {len(left) - SHOWN_NAMES} more" if len(left) > SHOWN_NAMES else ""
+            raise ConfigError(
+                f"{self.path}: {len(left)} tensors have no place in a {config.architecture} with "
+                f"{config.num_layers} layers: {names}{more}; is config.json the checkpoint's own?"
+            )
+
+
+class DummyReader:
+    """Random weights of the right shapes, scaled so that activations neither vanish nor explode."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def fill(self, slot: Slot, target: Tensor) -> None:
+        if target.dim() == 1:
+            target.fill_(0.0 if slot.sources[0].name.endswith(".bias") else 1.0)
+        else:
+            std = target.shape[-1] ** -0.5
+            values = torch.empty(target.shape, dtype=target.dtype)
+            target.copy_(values.normal_(0.0, std, generator=self.generator))
+
+    def finish(self, config: ModelConfig) -> None:
+        logger.info("weights are random (load format dummy): %s", config.architecture)
