@@ -13,12 +13,13 @@ import torch
 
 from engine.api.config import EngineConfig
 from engine.api.messages import EngineLimits, Phase, StepOutput
+from engine.api.process import resident_bytes
 from engine.api.sampling import SamplingParams
 from engine.attention.base import allocate_kv_cache
 from engine.attention.reference import ReferenceAttention
 from engine.kv.manager import KVCacheManager
 from engine.loop import StepLoop
-from engine.memory import GIB, resident_bytes
+from engine.memory import GIB
 from engine.models.config import ModelConfig
 from engine.plan import RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks, resolve

@@ -65,7 +65,9 @@ class StepLoop:
         self.loop_count = 0
         self.step_started = 0.0  # time.monotonic() of the running step; 0 between steps
 
-    def run(self, inbox: Inbox, stopping: Callable[[], bool], after_step: Callable[[], None]) -> None:
+    def run(
+        self, inbox: Inbox, stopping: Callable[[], bool], after_step: Callable[[], None]
+    ) -> None:
         """Serve until `stopping()`. `after_step` runs once an iteration, for statistics."""
         while not stopping():
             self.take(inbox.drain(block=not self.has_work()))

@@ -5,6 +5,8 @@
 also goes to the server), 70 anything else.
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import os
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -30,7 +33,10 @@ from engine.api.messages import (
     decoder,
     encoder,
 )
-from engine.api.process import die_with_parent
+from engine.api.process import die_with_parent, resident_bytes
+
+if TYPE_CHECKING:
+    from engine.loop import StepLoop
 
 logger = logging.getLogger("engine")
 
@@ -83,14 +89,16 @@ class Heartbeat(threading.Thread):
             )
             socket.send(encode(state))
             if self.changed.wait(HEARTBEAT_SECONDS):
-                time.sleep(0.02)  # progress changes often while loading: at most 50 reports a second
+                time.sleep(
+                    0.02
+                )  # progress changes often while loading: at most 50 reports a second
             self.changed.clear()
 
 
 class SocketInbox:
     """Inbox of the step loop over the submit socket."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
         self.decode = decoder(Submit).decode
 
@@ -105,18 +113,13 @@ class SocketInbox:
                 return messages
 
 
-def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> "zmq.Socket[bytes]":
+def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """A connected PUSH socket that never blocks its writer: its depth is bounded by live requests."""
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.connect(address)
     return socket
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:
@@ -162,7 +165,7 @@ def serve(
     sockets: Sockets,
     context: zmq.Context[zmq.Socket[bytes]],
     heartbeat: Heartbeat,
-    state: "zmq.Socket[bytes]",
+    state: zmq.Socket[bytes],
 ) -> None:
     """Build the engine, say hello, run the loop until SIGTERM."""
     submit = context.socket(zmq.PULL)
@@ -201,7 +204,7 @@ def serve(
     loop.run(SocketInbox(submit), stopped.is_set, send_stats)
 
 
-def stats_of(loop: "StepLoop", epoch: int) -> EngineStats:  # noqa: F821
+def stats_of(loop: StepLoop, epoch: int) -> EngineStats:
     scheduler = loop.scheduler
     pool = scheduler.kv.pool
     return EngineStats(

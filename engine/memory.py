@@ -45,9 +45,3 @@ def cgroup_headroom_bytes() -> int | None:
             return max(0, int(text) - int(file.read()))
     except (OSError, ValueError):
         return None
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096

@@ -27,7 +27,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 class Resolved:
     """What the engine really does. `reasons` explains the values that the user did not set."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     threads: int = 1
     max_model_len: int = 0

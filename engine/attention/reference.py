@@ -10,7 +10,9 @@ A row's result does not depend on its neighbours: it is computed over the same L
 whether its group has one row or sixty-four. A row whose blocks are consecutive needs no copy: the
 cache is head-major on a CPU, so its keys are a view.
 
-Prefill rows are one call each: their G heads per KV head become a batch over K and V of stride 0.
+Prefill chunks are cut into tiles of queries, each seeing only the keys up to its last query, which
+halves the work of a whole prompt. In float32 a tile is one call, its G heads per KV head a batch over
+K and V of stride 0; in bfloat16 two plain batched products are twice as fast (docs/performance.md).
 """
 
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import Tensor
 from engine.attention.base import AttentionSpec, KVCache, StepInputs
 
 GROUP_QUANTUM_TOKENS = 64  # small enough to waste little, large enough for few groups
+QUERY_TILE = 64  # scores of a tile stay in the cache of a core
 
 
 @dataclass(slots=True)
@@ -59,7 +62,9 @@ class ReferenceAttention:
                 self.spans[spec.sliding_window] = self.make_spans(inputs, spec.sliding_window)
         width = specs[0].num_heads * specs[0].head_dim
         self.out = torch.zeros(len(inputs.positions), width, dtype=self.dtype)
-        most = max((s.num_rows * s.num_keys for spans in self.spans.values() for s in spans), default=0)
+        most = max(
+            (s.num_rows * s.num_keys for spans in self.spans.values() for s in spans), default=0
+        )
         size = most * specs[0].num_kv_heads * specs[0].head_dim
         if self.key_scratch.numel() < size:
             self.key_scratch = torch.empty(size, dtype=self.dtype)
@@ -71,14 +76,13 @@ class ReferenceAttention:
         for span in self.spans[spec.sliding_window]:
             k = self.gather(self.keys[layer], span, self.key_scratch)  # [Hkv, rows, keys, D]
             v = self.gather(self.values[layer], span, self.value_scratch)
-            rows = q[span.tokens] if isinstance(span.tokens, slice) else q.index_select(0, span.tokens)
-            if span.is_prefill:  # [G, Hkv, tokens, D]; K and V repeat over G with stride 0
-                query = rows.view(-1, spec.num_kv_heads, group, spec.head_dim).permute(2, 1, 0, 3)
-                k = k.transpose(0, 1).expand(group, -1, -1, -1)
-                v = v.transpose(0, 1).expand(group, -1, -1, -1)
-                result = scaled_attention(query, k, v, span.mask, spec).permute(2, 1, 0, 3)
-            else:  # [rows, Hkv, G, D]
-                query = rows.view(-1, spec.num_kv_heads, group, spec.head_dim)
+            rows = (
+                q[span.tokens] if isinstance(span.tokens, slice) else q.index_select(0, span.tokens)
+            )
+            query = rows.view(-1, spec.num_kv_heads, group, spec.head_dim)
+            if span.is_prefill:
+                result = prefill_tile(query, k[:, 0], v[:, 0], span.mask, spec)
+            else:
                 result = scaled_attention(
                     query, k.transpose(0, 1), v.transpose(0, 1), span.mask, spec
                 )
@@ -104,7 +108,7 @@ class ReferenceAttention:
     def make_spans(self, inputs: StepInputs, window: int | None) -> list[Span]:
         spans = self.decode_spans(inputs, window) if inputs.num_decodes else []
         for row in range(inputs.num_decodes, len(inputs.seq_lens)):
-            spans.append(self.prefill_span(inputs, row, window))
+            spans += self.prefill_spans(inputs, row, window)
         return spans
 
     def decode_spans(self, inputs: StepInputs, window: int | None) -> list[Span]:
@@ -149,32 +153,64 @@ class ReferenceAttention:
             return slice(first, first + size)
         return torch.from_numpy(blocks.reshape(-1))
 
-    def prefill_span(self, inputs: StepInputs, row: int, window: int | None) -> Span:
-        """One prefill chunk: `n` queries at the end of `seq_len` keys."""
-        block_size = self.kv.block_size
+    def prefill_spans(self, inputs: StepInputs, row: int, window: int | None) -> list[Span]:
+        """Tiles of one prefill chunk."""
         start, end = inputs.query_start[row], inputs.query_start[row + 1]
-        seq_len, n = inputs.seq_lens[row], end - start
-        first = 0 if window is None else max(0, seq_len - n - window + 1)
+        before = inputs.seq_lens[row] - end  # add to a token's index to get its position
+        return [
+            self.prefill_tile_span(
+                inputs.block_ids[row], first, min(first + QUERY_TILE, end), before, window
+            )
+            for first in range(start, end, QUERY_TILE)
+        ]
+
+    def prefill_tile_span(
+        self, row_blocks: np.ndarray, start: int, end: int, before: int, window: int | None
+    ) -> Span:
+        """Queries of the tokens start .. end - 1 over the keys that any of them sees."""
+        block_size = self.kv.block_size
+        first_query, num_keys = start + before, end + before
+        first = 0 if window is None else max(0, first_query - window + 1)
         first_block = first // block_size
-        num_blocks = (seq_len + block_size - 1) // block_size - first_block
-        blocks = inputs.block_ids[row, first_block : first_block + num_blocks].astype(np.int64)
-        key_position = torch.arange(num_blocks * block_size)[None, :] + first_block * block_size
-        query_position = torch.arange(seq_len - n, seq_len)[:, None]
+        num_blocks = -(-num_keys // block_size) - first_block
+        blocks = row_blocks[first_block : first_block + num_blocks].astype(np.int64)
+        key_position = np.arange(num_blocks * block_size)[None, :] + first_block * block_size
+        query_position = np.arange(first_query, num_keys)[:, None]
         hidden = key_position > query_position
         if window is not None:
             hidden |= key_position <= query_position - window
-        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
         return Span(
             tokens=slice(start, end),
             num_rows=1,
             blocks=self.as_slice(blocks[None, :], num_blocks),
             num_keys=num_blocks * block_size,
-            mask=mask,
+            mask=torch.from_numpy(mask).to(self.dtype),
             is_prefill=True,
         )
 
 
-def scaled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+def prefill_tile(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """Attention of one tile: q [tokens, Hkv, G, D], k and v [Hkv, keys, D], mask [tokens, keys].
+    Returns [tokens, Hkv, G, D]."""
+    tokens, kv_heads, group, head_dim = q.shape
+    if q.dtype is torch.float32 or spec.softcap:
+        k = k.expand(group, -1, -1, -1)
+        v = v.expand(group, -1, -1, -1)
+        return scaled_attention(q.permute(2, 1, 0, 3), k, v, mask, spec).permute(2, 1, 0, 3)
+    packed = (q * spec.scale).permute(1, 2, 0, 3).reshape(kv_heads, group * tokens, head_dim)
+    scores = torch.bmm(packed, k.transpose(1, 2)).view(kv_heads, group, tokens, -1)
+    if mask is not None:
+        scores += mask
+    weights = torch.softmax(scores, -1).view(kv_heads, group * tokens, -1)
+    return torch.bmm(weights, v).view(kv_heads, group, tokens, head_dim).permute(2, 0, 1, 3)
+
+
+def scaled_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
     """softmax(q k^T * scale + mask) v over [batch, heads, queries, D] and [batch, heads, keys, D]."""
     if not spec.softcap:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)

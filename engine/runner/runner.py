@@ -10,7 +10,7 @@ from engine.models.base import Model
 from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
 from engine.runner.request_table import RequestTable
-from engine.runner.sampler import Sampler, SampleOutput
+from engine.runner.sampler import SampleOutput, Sampler
 
 
 @dataclass(slots=True)
@@ -105,5 +105,3 @@ class ModelRunner:
 def distinct(specs: list[AttentionSpec]) -> list[AttentionSpec]:
     """The different attention specs of a model's layers, in order of appearance."""
     return list(dict.fromkeys(specs))
-
-

@@ -76,7 +76,9 @@ CASES = [
 
 @pytest.mark.parametrize(("lens", "queries"), CASES)
 @pytest.mark.parametrize("window", [None, 8, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (4, 1, 80), (2, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (4, 1, 80), (2, 2, 128)]
+)
 @pytest.mark.parametrize("runs", [False, True])
 def test_matches_dense_attention(lens, queries, window, heads, kv_heads, dim, runs):
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, sliding_window=window)

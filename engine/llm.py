@@ -1,0 +1,338 @@
+"""Offline use: the same engine in this process, driven step by step.
+
+    from engine import LLM, SamplingParams
+
+    llm = LLM(model="DIR")
+    outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=32))
+    print(outputs[0].outputs[0].text)
+
+Prompts are encoded, and completions turned into text, by the functions that the tokenizer process of
+the server runs; so both faces give the same text.
+"""
+
+import dataclasses
+import difflib
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from tqdm import tqdm
+
+from engine.api.config import ConfigError, EngineConfig
+from engine.api.messages import (
+    AbortReason,
+    AbortRequests,
+    AddRequest,
+    ChatPrompt,
+    Deltas,
+    FinishReason,
+    Generate,
+    Prompt,
+    StepOutput,
+    TextPrompt,
+    TokenLogprobText,
+    TokenPrompt,
+)
+from engine.api.sampling import SamplingParams
+from engine.build import build_engine
+from server.default_model import ensure_default_model
+from tokenizer_proc.encode import Encoder
+from tokenizer_proc.loading import check_fits_model, load_tokenizer
+from tokenizer_proc.output import OutputProcessor
+from tokenizer_proc.prepare import prepare
+from tokenizer_proc.vocabulary import Vocabulary
+
+PromptInput = str | Sequence[int] | dict[str, Any]
+
+# Settings of vLLM that mean what this engine does anyway.
+FIXED_SETTINGS: dict[str, tuple[object, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "trust_remote_code": (False,),
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "swap_space": (0,),
+    "preemption_mode": (None, "recompute"),
+}
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # a stop or EOS token included
+    finish_reason: str | None = None  # stop, length or error
+    stop_reason: str | int | None = None  # the stop string or id that ended it
+    logprobs: list[TokenLogprobText] | None = None  # by token, if asked for
+    cumulative_logprob: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt with its completions, in the order of the prompts given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+class LLM:
+    """A model ready to generate. Keyword arguments are the server's flags with underscores.
+
+    Without `model` the small default model is prepared and used. Raises ConfigError (a ValueError with
+    one helpful line) when the settings, the files or the memory do not work. Use it as a context
+    manager, or call `shutdown`, to free the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        tokenizer: str = "",
+        chat_template: str = "",
+        **settings: Any,
+    ) -> None:
+        path = str(model) or str(ensure_default_model())
+        self.config = make_config(path, tokenizer, settings)
+        self.tokenizer = load_tokenizer(tokenizer or path, chat_template)
+        self.engine = build_engine(self.config, self._receive)
+        self.limits = self.engine.limits
+        check_fits_model(self.tokenizer, self.limits.vocab_size)
+        self.encoder = Encoder(self.tokenizer)
+        self.processor = OutputProcessor(Vocabulary(self.tokenizer))
+        self.ids = itertools.count(1)
+        self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
+        self.num_generated = 0
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Free weights and KV cache. The object cannot be used afterwards."""
+        self.live.clear()
+        del self.engine, self.processor
+        gc.collect()
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; results come in the order of the prompts.
+
+        A prompt is a string, a list of token ids, or {"prompt": str} / {"prompt_token_ids": ids}.
+        `sampling_params` is one for all, or one for each. Raises PromptError (a ValueError) for a
+        prompt that cannot run, before any of them does.
+        """
+        return self._run([as_prompt(p) for p in as_list(prompts)], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or many (a list of such lists)."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = [
+            ChatPrompt(
+                messages=conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs or {},
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    # --- one batch --------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = params_for(prompts, sampling_params)
+        outputs, requests = [], []
+        for prompt, each in zip(prompts, params, strict=True):
+            output, adds = self._prepare(prompt, each)
+            outputs.append(output)
+            requests.append((output, adds))
+        for output, adds in requests:
+            for completion, request in zip(output.outputs, adds, strict=True):
+                self.live[request.req_id] = (output, completion)
+                self.processor.add(request)
+            self.engine.loop.take(list(adds))
+        with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm) as bar:
+            try:
+                self._drive(outputs, bar)
+            finally:  # on Ctrl-C: nothing of this batch may run on in the next one
+                self._abort_all()
+        return outputs
+
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[RequestOutput, list[AddRequest]]:
+        req_id = next(self.ids)
+        for _ in range(params.n - 1):
+            next(self.ids)
+        generate = Generate(
+            req_id=req_id,
+            prompt=prompt,
+            params=params,
+            arrival_ns=time.monotonic_ns(),
+            want_prompt_text=True,
+        )
+        prepared = prepare(self.encoder, generate, self.limits, self.config.seed)
+        completions = [
+            CompletionOutput(
+                index=i,
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            )
+            for i in range(params.n)
+        ]
+        ids = np.frombuffer(prepared.requests[0].token_ids, np.int32).tolist()
+        output = RequestOutput(str(req_id), prepared.prompt_text, ids, completions)
+        return output, prepared.requests
+
+    def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
+        started, generated = time.monotonic(), self.num_generated
+        while self.live:
+            self.engine.loop.step()
+            bar.update(sum(o.finished for o in outputs) - bar.n)
+            seconds = time.monotonic() - started
+            rate = (self.num_generated - generated) / seconds if seconds else 0.0
+            bar.set_postfix_str(f"{rate:.1f} generated tok/s", refresh=False)
+        while self.engine.loop.has_work():  # the row that an overlapped step may have wasted
+            self.engine.loop.step()
+
+    def _abort_all(self) -> None:
+        if self.live:
+            ids = list(self.live)
+            self.processor.forget(ids)
+            self.live.clear()
+            self.engine.loop.take([AbortRequests(ids, AbortReason.CLIENT)])
+            while self.engine.loop.has_work():
+                self.engine.loop.step()
+
+    def _receive(self, step: StepOutput) -> None:
+        """Output of one engine step: ids from the step itself, text from the processor."""
+        first = 0
+        for req_id, count in zip(step.req_ids, step.counts, strict=True):
+            if req_id in self.live:
+                self.live[req_id][1].token_ids += step.token_ids[first : first + count]
+                self.num_generated += count
+            first += count
+        deltas, abort_ids = self.processor.process(step)
+        if abort_ids:
+            self.engine.loop.take([AbortRequests(abort_ids, AbortReason.STOP_STRING)])
+        self._apply(deltas)
+        for error in self.processor.rejected(step):
+            output, completion = self.live.pop(error.req_id)
+            completion.finish_reason = "error"
+            completion.text = error.message
+            output.finished = all(c.finish_reason for c in output.outputs)
+
+    def _apply(self, deltas: Deltas) -> None:
+        for req_id, cached, _ in deltas.started:
+            output = self.live[req_id][0]
+            output.num_cached_tokens = max(output.num_cached_tokens, cached)
+        for req_id, text in zip(deltas.req_ids, deltas.texts, strict=True):
+            self.live[req_id][1].text += text
+        for row, entries in deltas.logprobs:
+            completion = self.live[deltas.req_ids[row]][1]
+            assert completion.logprobs is not None
+            assert completion.cumulative_logprob is not None
+            completion.logprobs += entries
+            completion.cumulative_logprob += sum(e.chosen.logprob for e in entries)
+        for row, reason, stop_reason in deltas.finished:
+            output, completion = self.live.pop(deltas.req_ids[row])
+            completion.finish_reason = reason.name.lower()
+            completion.stop_reason = stop_reason
+            output.finished = all(c.finish_reason for c in output.outputs)
+
+
+# --- arguments ----------------------------------------------------------------------------------------
+
+
+def make_config(model: str, tokenizer: str, settings: dict[str, Any]) -> EngineConfig:
+    """EngineConfig from keyword arguments. Raises ConfigError naming a wrong one and its remedy."""
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    chosen: dict[str, Any] = {"log_level": "warning"}
+    for name, value in settings.items():
+        if name in FIXED_SETTINGS:
+            if value not in FIXED_SETTINGS[name]:
+                raise ConfigError(
+                    f"{name}={value!r} is not supported; leave it out or use "
+                    f"{FIXED_SETTINGS[name][0]!r}"
+                )
+        elif name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = (
+                f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+            )
+            raise ConfigError(f"LLM has no setting {name!r}{hint}")
+        else:
+            chosen[name] = str(value) if name == "max_model_len" else value
+    if chosen.get("max_model_len") == "None":
+        chosen["max_model_len"] = "auto"
+    return EngineConfig(model=model, tokenizer=tokenizer, **chosen)
+
+
+def as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    """One prompt (a string, a dict, or a list of ids) or a list of prompts, as a list of prompts."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, int | np.integer) for item in items):
+        return [items]
+    return items
+
+
+def as_prompt(prompt: PromptInput) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(text=prompt)
+    if isinstance(prompt, dict):
+        if "prompt_token_ids" in prompt:
+            return TokenPrompt(np.asarray(prompt["prompt_token_ids"], np.int32).tobytes())
+        if "prompt" in prompt:
+            return TextPrompt(text=prompt["prompt"])
+        raise ValueError(
+            f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
+        )
+    return TokenPrompt(np.asarray(prompt, np.int32).tobytes())
+
+
+def params_for(
+    prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [msgspec.structs.replace(given) for _ in prompts]
+    if len(given) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts, but {len(given)} sampling parameters")
+    return list(given)
+
+
+__all__ = ["LLM", "CompletionOutput", "FinishReason", "RequestOutput", "SamplingParams"]

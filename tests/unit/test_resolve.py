@@ -1,0 +1,65 @@
+"""Every `auto` is decided with a reason; what cannot work is refused by name."""
+
+import pytest
+import torch
+
+from engine.api.config import ConfigError, EngineConfig
+from engine.models.config import ModelConfig
+from engine.resolve import decide_num_blocks, resolve
+from tests.engine_cpu.tiny_models import make_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return ModelConfig.from_directory(make_tiny("llama", tmp_path_factory.mktemp("tiny")))
+
+
+def test_defaults_have_reasons(model):
+    resolved = resolve(EngineConfig(), model)
+    decide_num_blocks(resolved, EngineConfig(), model)
+    assert resolved.max_model_len == model.max_model_len == 512
+    assert resolved.threads >= 1
+    assert resolved.num_blocks > 512 // resolved.block_size
+    for name in ("dtype", "threads", "max_model_len", "max_num_seqs", "overlap", "num_blocks"):
+        assert resolved.reasons[name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_model_len": "100k"}, ["--max-model-len", "512"]),
+        ({"max_model_len": "many"}, ["--max-model-len", "many"]),
+        ({"dtype": "float16"}, ["float16", "bfloat16"]),
+        ({"block_size": 17}, ["--block-size", "16"]),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ["--max-num-batched-tokens", "64"]),
+        ({"max_num_seqs": -1}, ["--max-num-seqs"]),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 100},
+            ["--no-enable-chunked-prefill", "512"],
+        ),
+        ({"cpu_threads": -2}, ["--cpu-threads"]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(model, settings, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineConfig(**settings), model)
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_max_model_len_shrinks_to_the_cache_only_if_auto(model):
+    resolved = resolve(EngineConfig(), model)
+    decide_num_blocks(resolved, EngineConfig(num_blocks=10), model)
+    assert resolved.max_model_len == 160
+    assert "shortened" in resolved.reasons["max_model_len"]
+    fixed = EngineConfig(num_blocks=10, max_model_len="512")
+    resolved = resolve(fixed, model)
+    with pytest.raises(ConfigError, match="--max-model-len 160") as caught:
+        decide_num_blocks(resolved, fixed, model)
+    assert caught.value.exit_code == 75
+
+
+def test_dtype_flag_wins(model):
+    assert resolve(EngineConfig(dtype="float32"), model).dtype is torch.float32
+    assert resolve(EngineConfig(dtype="bfloat16"), model).dtype is torch.bfloat16
