@@ -73,6 +73,8 @@ RULES = [
         "an operation is tensors in, tensors out",
         allow=("engine.ops",),
         third_party=("torch", "cupy", "numpy", "cuda"),
+        # its result goes to the host, in the plan's own type
+        exempt={"engine.ops.logprobs": ("engine.plan",)},
     ),
     Rule(
         "engine.models",
@@ -83,6 +85,8 @@ RULES = [
         "engine.layers",
         "layers know tensors and weights",
         forbid=("engine.scheduler", "engine.runner", "engine.loop", "engine.models", "engine.kv"),
+        # the settings of rotary embeddings, as config.json gives them: plain data
+        exempt={"engine.layers.rotary": ("engine.models.rope",)},
     ),
     Rule(
         "engine.runner",
