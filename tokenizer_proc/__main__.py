@@ -31,6 +31,8 @@ def main() -> int:
         format="%(asctime)s %(levelname)s tokenizer: %(message)s",
         stream=sys.stderr,
     )
+    # transformers imports torch if it can, to no use here: 2 s later and 230 MB larger.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         tokenizer = load_tokenizer(config.tokenizer_dir, config.chat_template)
         from tokenizer_proc.main import TokenizerLoop

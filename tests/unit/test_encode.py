@@ -1,0 +1,377 @@
+"""Prompts to requests: encoding, chat templates, length rules, seeds, block names, errors."""
+
+import numpy as np
+import pytest
+
+from engine.api.hashing import block_names
+from engine.api.messages import (
+    ChatPrompt,
+    EngineLimits,
+    Generate,
+    TextPrompt,
+    TokenPrompt,
+    decoder,
+    encoder,
+)
+from engine.api.sampling import SamplingParams, choice_seed
+from tests.unit.tokenizers_for_tests import byte_fallback, byte_level, save
+from tokenizer_proc.encode import Encoder
+from tokenizer_proc.errors import PromptError, TokenizerLoadError
+from tokenizer_proc.loading import check_fits_model, load_tokenizer, vocabulary_size
+from tokenizer_proc.prepare import prepare
+
+TOKENIZER = byte_level()
+ENCODER = Encoder(TOKENIZER)
+VOCAB = vocabulary_size(TOKENIZER)
+
+
+def limits(**changes):
+    values = {
+        "block_size": 4,
+        "num_blocks": 100,
+        "max_model_len": 32,
+        "max_num_seqs": 8,
+        "vocab_size": VOCAB,
+        "enable_prefix_caching": True,
+        "eos_token_ids": [2],
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    return EngineLimits(**(values | changes))
+
+
+def tokens(n):
+    return TokenPrompt(token_ids=(np.arange(n, dtype=np.int32) % 50 + 10).tobytes())
+
+
+LIMITS = limits()
+
+
+def make(
+    prompt, limits=LIMITS, encoder=ENCODER, default_seed=0, want_text=False, salt="", **params
+):
+    generate = Generate(
+        req_id=10,
+        prompt=prompt,
+        params=SamplingParams(**params),
+        arrival_ns=123,
+        priority=3,
+        cache_salt=salt,
+        want_prompt_text=want_text,
+    )
+    return prepare(encoder, generate, limits, default_seed)
+
+
+def error_of(*args, **kwargs):
+    with pytest.raises(PromptError) as caught:
+        make(*args, **kwargs)
+    return caught.value
+
+
+def chat(content="hi", role="user", **more):
+    return ChatPrompt(messages=[{"role": role, "content": content}], **more)
+
+
+# --- requests ---------------------------------------------------------------------------------------
+
+
+def test_a_text_prompt_becomes_one_request_with_block_names():
+    prepared = make(TextPrompt(text="hello world again"), max_tokens=5, want_text=True, salt="s")
+    [request] = prepared.requests
+    ids = TOKENIZER.encode("hello world again")
+    assert np.frombuffer(request.token_ids, np.int32).tolist() == ids
+    assert request.block_names == block_names(request.token_ids, 4, "s")
+    assert len(request.block_names) == 16 * (len(ids) // 4)
+    assert (request.req_id, request.arrival_ns, request.priority) == (10, 123, 3)
+    assert (request.cache_salt, request.params.max_tokens) == ("s", 5)
+    assert prepared.num_prompt_tokens == len(ids)
+    assert prepared.prompt_text == "hello world again"
+
+
+def test_no_block_names_without_prefix_caching():
+    prepared = make(tokens(8), limits(enable_prefix_caching=False))
+    assert prepared.requests[0].block_names == b""
+    assert prepared.prompt_text is None
+
+
+def test_ids_given_as_prompt_are_echoed_as_text():
+    ids = np.array(TOKENIZER.encode("a<|im_end|>b"), np.int32)
+    prepared = make(TokenPrompt(token_ids=ids.tobytes()), want_text=True)
+    assert prepared.prompt_text == "a<|im_end|>b"
+
+
+def test_choices_share_prompt_and_names_but_not_seeds():
+    requests = make(tokens(8), n=3, seed=5, temperature=0.0).requests
+    assert [r.req_id for r in requests] == [10, 11, 12]
+    assert len({r.token_ids for r in requests}) == len({r.block_names for r in requests}) == 1
+    assert [r.params.seed % 2**64 for r in requests] == [choice_seed(5, i) for i in range(3)]
+    assert {r.params.n for r in requests} == {1}
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -2, 0, 2**63 - 1])
+def test_every_seed_survives_the_wire(seed):
+    """Derived seeds use all 64 bits; the field is signed, so the bits are kept and not the value."""
+    for request in make(tokens(4), n=20, seed=seed).requests:
+        sent = decoder(SamplingParams).decode(encoder().encode(request.params))
+        choice = request.req_id - 10
+        assert sent.seed % 2**64 == choice_seed(seed, choice)
+
+
+def test_without_a_seed_each_request_gets_a_fresh_one_or_the_servers():
+    for seed in (None, -1):
+        seeds = {make(tokens(4), seed=seed).requests[0].params.seed for _ in range(5)}
+        assert len(seeds) == 5
+        assert all(0 <= s < 2**63 for s in seeds)
+        assert make(tokens(4), seed=seed, default_seed=9).requests[0].params.seed == 9
+    assert make(tokens(4), seed=7, default_seed=9).requests[0].params.seed == 7
+
+
+# --- lengths ------------------------------------------------------------------------------------------
+
+
+def test_one_token_less_than_the_limit_leaves_one_token():
+    assert make(tokens(31), max_tokens=None).requests[0].params.max_tokens == 1
+    assert make(tokens(31), max_tokens=1).requests[0].params.max_tokens == 1
+
+
+@pytest.mark.parametrize("length", [32, 33, 100])
+def test_a_prompt_as_long_as_the_limit_is_refused_with_the_numbers(length):
+    error = error_of(tokens(length), max_tokens=None)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "prompt")
+    assert str(length) in error.message
+    assert "32" in error.message
+
+
+def test_too_many_tokens_asked_for_names_what_would_fit():
+    assert make(tokens(20), max_tokens=12).requests[0].params.max_tokens == 12
+    error = error_of(tokens(20), max_tokens=13)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "max_tokens")
+    for number in ("32", "20", "13", "12"):
+        assert number in error.message
+
+
+def test_a_chat_too_long_blames_the_messages():
+    assert error_of(chat("word " * 50), max_tokens=None).param == "messages"
+
+
+def test_requests_larger_than_the_kv_cache_are_refused_at_once():
+    small = limits(num_blocks=4)  # 16 tokens; the last generated token needs no KV
+    assert make(tokens(10), small, max_tokens=7).requests[0].params.max_tokens == 7
+    error = error_of(tokens(10), small, max_tokens=8)
+    assert (error.status, error.code) == (400, "exceeds_kv_capacity")
+    assert "5 KV blocks" in error.message
+    assert "7" in error.message
+    assert error_of(tokens(17), small, max_tokens=None).code == "exceeds_kv_capacity"
+
+
+def test_an_open_ended_request_fills_the_kv_cache_at_most():
+    small = limits(num_blocks=4)
+    assert make(tokens(10), small, max_tokens=None).requests[0].params.max_tokens == 7
+    assert make(tokens(10), max_tokens=None).requests[0].params.max_tokens == 22
+
+
+def test_min_tokens_beyond_the_room_is_refused():
+    error = error_of(tokens(30), max_tokens=None, min_tokens=3)
+    assert (error.code, error.param) == ("context_length_exceeded", "min_tokens")
+
+
+def test_an_empty_prompt_is_refused_unless_a_bos_token_is_added():
+    assert error_of(TextPrompt(text="")).code == "empty_prompt"
+    assert error_of(TokenPrompt(token_ids=b"")).code == "empty_prompt"
+    with_bos = Encoder(byte_fallback())
+    prepared = make(TextPrompt(text=""), limits(), with_bos)
+    assert np.frombuffer(prepared.requests[0].token_ids, np.int32).tolist() == [1]
+
+
+# --- ids ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB, 2**31 - 1])
+def test_prompt_ids_out_of_the_vocabulary_name_position_and_id(bad):
+    ids = np.array([5, bad, 6], np.int32).tobytes()
+    error = error_of(TokenPrompt(token_ids=ids))
+    assert (error.status, error.code, error.param) == (400, "invalid_token_id", "prompt")
+    assert "prompt[1]" in error.message
+    assert str(bad) in error.message
+
+
+def test_ids_among_the_parameters_must_exist():
+    error = error_of(tokens(4), stop_token_ids=[5, VOCAB])
+    assert (error.status, error.code, error.param) == (400, "invalid_value", "stop_token_ids")
+    error = error_of(tokens(4), logit_bias={VOCAB: 1.0})
+    assert (error.code, error.param) == ("invalid_value", "logit_bias")
+    assert make(tokens(4), logit_bias={VOCAB - 1: 1.0}, stop_token_ids=[0]).requests
+
+
+def test_a_lone_surrogate_is_refused():
+    assert error_of(TextPrompt(text="a\ud800")).code == "invalid_unicode"
+
+
+# --- encoding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()])
+@pytest.mark.parametrize("special", [True, False])
+def test_encoding_equals_transformers(tokenizer, special):
+    for text in ("hello world", " 漢字 👩‍👩‍👧", "a<|im_end|>b </s>", "x\n\ny"):
+        prompt = TextPrompt(text=text, add_special_tokens=special)
+        ids = Encoder(tokenizer).encode(prompt).token_ids
+        assert ids.dtype == np.int32
+        assert ids.tolist() == tokenizer.encode(text, add_special_tokens=special)
+
+
+def test_truncation_settings_of_the_file_do_not_cut_prompts(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = Encoder(load_tokenizer(str(tmp_path)))
+    assert len(loaded.encode(TextPrompt(text="one two three four five"))) > 3
+    assert len(loaded.encode(TextPrompt(text="a"))) == 1
+
+
+# --- chat -----------------------------------------------------------------------------------------------
+
+
+def rendered(tokenizer, prompt):
+    return Encoder(tokenizer).encode(prompt).text
+
+
+def test_chat_is_rendered_by_the_template_and_encoded_with_its_special_tokens():
+    encoded = ENCODER.encode(chat("hi"))
+    assert encoded.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert encoded.token_ids[0] == TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+
+
+def test_generation_prompt_and_continued_messages():
+    assert rendered(TOKENIZER, chat("hi", add_generation_prompt=False)).endswith("<|im_end|>\n")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    prompt = ChatPrompt(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered(TOKENIZER, prompt).endswith("<|im_start|>assistant\nWell, ")
+
+
+def test_content_parts_are_joined_for_templates_that_want_strings():
+    parts = [{"type": "text", "text": "one "}, {"type": "input_text", "text": "two"}]
+    assert "user\none two<|im_end|>" in rendered(TOKENIZER, chat(parts))
+    assert "user\n<|im_end|>" in rendered(TOKENIZER, chat([]))
+
+
+PARTS_TEMPLATE = "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endfor %}"
+
+
+def test_content_parts_are_passed_as_lists_to_templates_that_iterate():
+    tokenizer = byte_level(chat_template=PARTS_TEMPLATE)
+    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
+    assert rendered(tokenizer, chat(parts)) == "[one][two]"
+    assert rendered(tokenizer, chat("one")) == "[one]"
+
+
+def test_both_forms_reach_templates_that_take_both():
+    both = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_level(chat_template=both)
+    assert rendered(tokenizer, chat("one")) == "one"
+    assert rendered(tokenizer, chat([{"type": "text", "text": "one"}])) == "[one]"
+
+
+def test_developer_is_system_unless_the_template_knows_it():
+    assert "<|im_start|>system\nhi" in rendered(TOKENIZER, chat("hi", role="developer"))
+    knows = "{% for m in messages %}{% if m['role'] == 'developer' %}DEV{% endif %}{% endfor %}"
+    assert rendered(byte_level(chat_template=knows), chat("hi", role="developer")) == "DEV"
+
+
+def test_tool_calls_reach_the_template_as_objects():
+    template = "{% for m in messages %}{{ m['tool_calls'][0]['function']['arguments']['city'] }}{% endfor %}"
+    call = {"id": "1", "type": "function"}
+    call["function"] = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    prompt = ChatPrompt(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert rendered(byte_level(chat_template=template), prompt) == "Oslo"
+    call["function"]["arguments"] = "not json"
+    text = "{% for m in messages %}{{ m['tool_calls'][0]['function']['arguments'] }}{% endfor %}"
+    assert rendered(byte_level(chat_template=text), prompt) == "not json"
+
+
+def test_absent_content_is_empty():
+    prompt = ChatPrompt(messages=[{"role": "assistant", "content": None}, {"role": "user"}])
+    assert rendered(TOKENIZER, prompt).count("\n<|im_end|>") == 2
+
+
+def test_template_variables_are_passed_and_reserved_names_refused():
+    tokenizer = byte_level(
+        chat_template="{% if think %}THINK{% endif %}{{ messages[0]['content'] }}"
+    )
+    prompt = chat("hi", chat_template_kwargs={"think": True})
+    assert rendered(tokenizer, prompt) == "THINKhi"
+    error = error_of(chat("hi", chat_template_kwargs={"tokenize": True, "chat_template": "x"}))
+    assert (error.status, error.code) == (400, "invalid_value")
+    assert "chat_template, tokenize" in error.message
+
+
+def test_an_error_of_the_template_is_told_in_its_own_words():
+    refusing = byte_level(chat_template="{{ raise_exception('roles must alternate') }}")
+    error = error_of(chat("hi"), encoder=Encoder(refusing))
+    assert (error.status, error.code, error.param) == (400, "invalid_messages", "messages")
+    assert "roles must alternate" in error.message
+    broken = byte_level(chat_template="{% for m in %}")
+    assert error_of(chat("hi"), encoder=Encoder(broken)).code == "invalid_messages"
+
+
+def test_templates_cannot_reach_python():
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    error = error_of(chat("hi"), encoder=Encoder(byte_level(chat_template=escape)))
+    assert error.code == "invalid_messages"
+
+
+def test_no_template_says_how_to_give_one():
+    encoder = Encoder(byte_level(chat_template=None))
+    assert not encoder.has_chat_template
+    error = error_of(chat("hi"), encoder=encoder)
+    assert error.status == 400
+    assert "--chat-template" in error.message
+
+
+def test_bos_is_never_doubled():
+    template = "{{ messages[0]['content'] }}"
+    with_bos = Encoder(byte_fallback(chat_template="{{ bos_token }}" + template))
+    without = Encoder(byte_fallback(chat_template=template))
+    for adapted, asked, expected in (
+        (with_bos, True, 1),
+        (with_bos, False, 1),
+        (without, True, 1),
+        (without, False, 0),
+    ):
+        ids = adapted.encode(chat("Hello", add_special_tokens=asked)).token_ids.tolist()
+        assert ids.count(1) == expected
+
+
+# --- loading --------------------------------------------------------------------------------------------
+
+
+def test_a_saved_tokenizer_and_a_template_file_are_loaded(tmp_path):
+    directory = save(byte_level(chat_template=None), tmp_path / "tokenizer")
+    template = tmp_path / "chat.jinja"
+    template.write_text("FILE {{ messages[0]['content'] }}", encoding="utf-8")
+    assert not Encoder(load_tokenizer(str(directory))).has_chat_template
+    loaded = Encoder(load_tokenizer(str(directory), str(template)))
+    assert loaded.encode(chat("hi")).text == "FILE hi"
+
+
+def test_missing_and_broken_tokenizers_say_what_was_looked_for(tmp_path):
+    with pytest.raises(TokenizerLoadError, match=r"absent: no such directory"):
+        load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(TokenizerLoadError, match=r"found none of tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{ broken")
+    with pytest.raises(TokenizerLoadError, match=r"cannot be loaded .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    directory = save(byte_level(), tmp_path / "good")
+    with pytest.raises(TokenizerLoadError, match=r"--chat-template .*absent\.jinja"):
+        load_tokenizer(str(directory), str(tmp_path / "absent.jinja"))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers():
+    check_fits_model(TOKENIZER, VOCAB)
+    with pytest.raises(TokenizerLoadError, match=rf"{VOCAB} token ids .* only {VOCAB - 1}"):
+        check_fits_model(TOKENIZER, VOCAB - 1)
