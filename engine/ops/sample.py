@@ -1,0 +1,114 @@
+"""Choose one token per row: argmax, or a draw from the truncated softmax.
+
+The draw is Gumbel-max: the token with the largest `logit + gumbel noise` is distributed as
+softmax(logits). Truncation works on tokens ordered by (logit descending, id ascending) and keeps a
+prefix of that order, in three stages, each relative to what the one before has left:
+
+    min_p   logit >= max + log(min_p)                     off: 0
+    top_k   the first k                                   off: k < 1 or k >= vocabulary
+    top_p   while the weight of all better tokens is      off: 1
+            below top_p * (weight of all that are left)
+
+The weight of a token is exp(logit - max) in float32; sums are in float64.
+
+`sample` is the entry. `reference` says what it computes, on any device, by sorting the vocabulary
+and drawing noise for all of it; CPU tensors take the shortcuts of `sample_cpu`, with equal results.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.ops import sample_cpu
+from engine.ops.philox import token_noise
+
+ARGMAX_BLOCK = 64
+
+
+@dataclass(slots=True)
+class DrawParams:
+    """How to draw from each of n rows. Host arrays."""
+
+    seeds: npt.NDArray[np.int64]  # [n] the bits of the 64-bit seed
+    positions: npt.NDArray[np.int64]  # [n] of the token to be drawn, in its sequence
+    top_k: npt.NDArray[np.int64]  # [n]
+    top_p: npt.NDArray[np.float64]  # [n] above 0
+    min_p: npt.NDArray[np.float64]  # [n]
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Lowest id of the largest logit of each row, and that logit.
+
+    logits: float32 [S, V]. Returns int64 [S] and float32 [S]; for a row with NaN: id 0 and NaN.
+    Two levels, because a maximum is a vector instruction and an arg-maximum is not (8 times slower
+    on a CPU), and because torch.argmax promises no order among ties.
+    """
+    vocab_size = logits.shape[1]
+    split = vocab_size - vocab_size % ARGMAX_BLOCK
+    block_max = logits[:, :split].unflatten(1, (split // ARGMAX_BLOCK, ARGMAX_BLOCK)).amax(-1)
+    if split < vocab_size:
+        block_max = torch.cat([block_max, logits[:, split:].amax(-1, keepdim=True)], dim=1)
+    row_max = block_max.amax(-1)
+    block = _first_equal(block_max, row_max)
+    within = torch.arange(ARGMAX_BLOCK, device=logits.device)
+    ids = (block.unsqueeze(1) * ARGMAX_BLOCK + within).clamp_(max=vocab_size - 1)
+    first = _first_equal(logits.gather(1, ids), row_max)
+    return ids.gather(1, first.unsqueeze(1)).squeeze(1), row_max
+
+
+def _first_equal(values: Tensor, wanted: Tensor) -> Tensor:
+    """Index of the first entry of each row equal to `wanted` [S]; 0 if there is none."""
+    width = values.shape[1]
+    index = torch.arange(width, device=values.device)
+    found = torch.where(values == wanted.unsqueeze(1), index, width).amin(-1)
+    return torch.where(found < width, found, 0)
+
+
+def sample(logits: Tensor, draw: DrawParams) -> Tensor:
+    """Draw a token from each row. logits: float32 [n, V] after temperature; returns int64 [n].
+
+    A row whose largest logit is not finite yields an arbitrary valid id.
+    """
+    if logits.is_cuda:
+        return reference(logits, draw)
+    token_ids = sample_cpu.sample(
+        logits.numpy(), draw.seeds, draw.positions, draw.top_k, draw.top_p, draw.min_p
+    )
+    return torch.from_numpy(token_ids)
+
+
+def reference(logits: Tensor, draw: DrawParams) -> Tensor:
+    """What `sample` computes, as plainly as possible."""
+    device = logits.device
+    scores = truncate(logits, draw).to(torch.float64)
+    seeds = torch.from_numpy(draw.seeds).to(device).unsqueeze(1)
+    positions = torch.from_numpy(draw.positions).to(device).unsqueeze(1)
+    token_ids = torch.arange(logits.shape[1], device=device).unsqueeze(0)
+    scores += token_noise(seeds, positions, token_ids)
+    return _first_equal(scores, scores.amax(-1))
+
+
+def truncate(logits: Tensor, draw: DrawParams) -> Tensor:
+    """`logits` [n, V] with -inf for all tokens that min_p, top_k and top_p remove."""
+
+    def column(values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(logits.device).unsqueeze(1)
+
+    vocab_size = logits.shape[1]
+    min_p, top_p = column(draw.min_p), column(draw.top_p)
+    ordered, ids = torch.sort(logits, dim=1, descending=True, stable=True)
+    best = ordered[:, :1]
+    keep = ordered >= best + min_p.log().to(torch.float32)
+
+    top_k = column(np.where(draw.top_k < 1, vocab_size, draw.top_k))
+    keep &= torch.arange(vocab_size, device=logits.device).unsqueeze(0) < top_k
+
+    weights = torch.exp(ordered - best).to(torch.float64) * keep
+    better = torch.nn.functional.pad(weights.cumsum(-1)[:, :-1], (1, 0))
+    keep &= (better < top_p * weights.sum(-1, keepdim=True)) | (top_p >= 1)
+
+    kept_by_id = torch.zeros_like(keep).scatter_(1, ids, keep)
+    return logits.masked_fill(~kept_by_id, -torch.inf)
