@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.ops.sample_cpu import best_tokens
 from engine.plan import RowLogprobs
 
 
@@ -36,13 +37,24 @@ def gather_logprobs(logprobs: Tensor, token_ids: Tensor, k: int) -> LogprobTenso
     equals in the k best, the lowest id comes first.
     """
     sampled = logprobs.gather(1, token_ids.unsqueeze(1))
-    rank = (logprobs > sampled).sum(-1) + 1
+    rank = torch.count_nonzero(logprobs > sampled, dim=1) + 1
     top_ids = top_k_lowest_id(logprobs, k)
     return LogprobTensors(sampled.squeeze(1), rank, top_ids, logprobs.gather(1, top_ids))
 
 
 def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
     """int64 [n, min(k, V)]: ids of the k largest of `values` [n, V], ordered by (value desc, id asc).
+
+    `values` must not hold NaN.
+    """
+    k = min(k, values.shape[1])
+    if values.is_cuda or k == 0:
+        return reference_top_k(values, k)
+    return torch.from_numpy(np.stack([best_tokens(row, k) for row in values.numpy()]))
+
+
+def reference_top_k(values: Tensor, k: int) -> Tensor:
+    """The same on any device, without waiting for it.
 
     torch.topk picks arbitrarily among equals, so it gets keys without equals: the float's bits made
     monotone as an integer, then the id counted from the end.
@@ -51,5 +63,5 @@ def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
     bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     from_end = torch.arange(vocab_size - 1, -1, -1, device=values.device)
-    keys = ((ordered << 32) | from_end).topk(min(k, vocab_size), dim=1).values
+    keys = ((ordered << 32) | from_end).topk(k, dim=1).values
     return vocab_size - 1 - (keys & 0xFFFFFFFF)

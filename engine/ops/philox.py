@@ -36,7 +36,7 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85  # golden ratio and sqrt(3) - 1, as 32-b
 NUM_ROUNDS = 10
 
 COARSE_STREAM, FINE_STREAM = 0, 1  # last counter word
-COARSE_PER_BLOCK, FINE_PER_BLOCK = 8, 4  # tokens
+COARSE_PER_BLOCK = 8  # tokens; fine bits: 4
 
 
 def philox4x32(
@@ -63,10 +63,10 @@ def philox4x32(
 
 
 def block_words(
-    seeds: Words, positions: Words, blocks: Words, stream: int
+    seeds: Words, positions: Words, blocks: Words, stream: Words | int
 ) -> tuple[Words, Words, Words, Words]:
     """The words of `blocks` (token ids divided by tokens per block); int64 arguments broadcast."""
-    zero = (seeds ^ positions ^ blocks) & 0  # of the common shape
+    zero = (seeds ^ positions ^ blocks ^ stream) & 0  # of the common shape
     return philox4x32(
         blocks + zero,
         (positions & MASK) + zero,
@@ -77,15 +77,14 @@ def block_words(
     )
 
 
-def coarse_bits(seeds: Words, positions: Words, token_ids: Words) -> Words:
-    """int64 in [0, 2**16) for each (seed, position, token id)."""
-    words = block_words(seeds, positions, token_ids >> 3, COARSE_STREAM)
-    return (pick(words, (token_ids & 7) >> 1) >> ((token_ids & 1) << 4)) & 0xFFFF
-
-
-def fine_bits(seeds: Words, positions: Words, token_ids: Words) -> Words:
-    """int64 in [0, 2**32) for each (seed, position, token id)."""
-    return pick(block_words(seeds, positions, token_ids >> 2, FINE_STREAM), token_ids & 3)
+def token_bits(seeds: Words, positions: Words, token_ids: Words) -> tuple[Words, Words]:
+    """Coarse and fine bits of each (seed, position, token id); int64 arguments broadcast."""
+    stack = np.stack if isinstance(token_ids, np.ndarray) else torch.stack
+    blocks = stack([token_ids >> 3, token_ids >> 2])
+    streams = stack([token_ids * 0 + COARSE_STREAM, token_ids * 0 + FINE_STREAM])
+    numbers = stack([(token_ids & 7) >> 1, token_ids & 3])
+    word = pick(block_words(seeds, positions, blocks, streams), numbers)
+    return (word[0] >> ((token_ids & 1) << 4)) & 0xFFFF, word[1]
 
 
 def pick(words: tuple[Words, Words, Words, Words], number: Words) -> Words:
@@ -95,7 +94,7 @@ def pick(words: tuple[Words, Words, Words, Words], number: Words) -> Words:
     return low + (high - low) * (number >= 2)
 
 
-def gumbel(coarse: Words, fine: Words) -> Words:
+def gumbel(coarse: Words, fine: Words | int) -> Words:
     """Standard Gumbel noise, float64, from the two parts of a uniform number."""
     if isinstance(coarse, np.ndarray):
         return -np.log(-np.log1p(-(((coarse << 32) + fine + 0.5) * 2.0**-48)))
@@ -105,5 +104,4 @@ def gumbel(coarse: Words, fine: Words) -> Words:
 
 def token_noise(seeds: Words, positions: Words, token_ids: Words) -> Words:
     """Gumbel noise, float64, of each (seed, position, token id); int64 arguments broadcast."""
-    coarse = coarse_bits(seeds, positions, token_ids)
-    return gumbel(coarse, fine_bits(seeds, positions, token_ids))
+    return gumbel(*token_bits(seeds, positions, token_ids))

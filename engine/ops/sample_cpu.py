@@ -34,59 +34,62 @@ Int64Array = npt.NDArray[np.int64]
 FIRST_BUDGET = 256  # candidates for top_p alone: most nuclei of a language model are smaller
 BUDGET_GROWTH = 16
 GROUPS_PER_CANDIDATE = 3
+MIN_GROUPS = 256  # fewer would be slow: their maxima are taken as one vector
 CHUNK_BLOCKS = 24576  # Philox blocks at a time: enough to hide call overhead, few enough for caches
 LN2 = math.log(2.0)
 SLACK = 1e-3  # far above the rounding of bounds in float32
 
 
 def sample(
-    logits: FloatArray,
+    rows: list[FloatArray],
     seeds: Int64Array,
     positions: Int64Array,
     top_k: Int64Array,
     top_p: npt.NDArray[np.float64],
     min_p: npt.NDArray[np.float64],
 ) -> Int64Array:
-    """int64 [n]: a token per row of `logits` [n, V]; 0 where the largest logit is not finite."""
-    vocab_size = logits.shape[1]
-    best = logits.max(axis=1)
+    """int64 [n]: a token per row [V] of logits; 0 where the largest logit is not finite."""
+    vocab_size = rows[0].size
+    best = [row.max() for row in rows]
     left: dict[int, Int64Array] = {}  # row -> tokens that can still win, ascending
     whole: dict[int, FloatArray] = {}  # row -> logits, for rows with (nearly) all tokens left
-    for i in np.flatnonzero(np.isfinite(best)).tolist():
+    for i, row in enumerate(rows):
+        if not np.isfinite(best[i]):
+            continue
         k = int(top_k[i]) if 1 <= top_k[i] < vocab_size else 0
         if not k and top_p[i] >= 1 and min_p[i] <= 0:
-            whole[i] = logits[i]
+            whole[i] = row
             continue
-        kept = kept_tokens(logits[i], best[i], k, float(top_p[i]), float(min_p[i]))
+        kept = kept_tokens(row, best[i], k, float(top_p[i]), float(min_p[i]))
         if kept.size <= vocab_size // 16:
             left[i] = kept
         else:
-            whole[i] = np.full_like(logits[i], -np.inf)
-            whole[i][kept] = logits[i, kept]
+            whole[i] = np.full_like(row, -np.inf)
+            whole[i][kept] = row[kept]
     for i, words in coarse_words(list(whole), vocab_size, seeds, positions):
         left[i] = rivals(whole[i], best[i], words)
 
-    token_ids = np.zeros(len(logits), np.int64)
+    token_ids = np.zeros(len(rows), np.int64)
     if left:
-        rows = np.array(list(left))
-        token_ids[rows] = draw(logits, rows, list(left.values()), seeds, positions)
+        some = np.array(list(left))
+        ids = list(left.values())
+        logits = [rows[i][left[i]] for i in left]
+        token_ids[some] = draw(ids, logits, seeds[some], positions[some])
     return token_ids
 
 
 def draw(
-    logits: FloatArray,
-    rows: Int64Array,
-    ids: list[Int64Array],
-    seeds: Int64Array,
-    positions: Int64Array,
+    ids: list[Int64Array], logits: list[FloatArray], seeds: Int64Array, positions: Int64Array
 ) -> Int64Array:
-    """int64 [len(rows)]: draw from logits[rows[i], ids[i]]; ids[i] is ascending and not empty."""
-    counts = np.array([len(row_ids) for row_ids in ids])
+    """int64 [n]: for each row the one of `ids` with the largest logit + noise.
+
+    `ids` are ascending and not empty in each row; `logits` are theirs; seeds, positions: [n].
+    """
+    counts = np.array([row_ids.size for row_ids in ids])
     starts = np.cumsum(counts) - counts
     flat_ids = np.concatenate(ids)
-    flat_rows = np.repeat(rows, counts)
-    noise = token_noise(seeds[flat_rows], positions[flat_rows], flat_ids)
-    scores = logits[flat_rows, flat_ids] + noise
+    noise = token_noise(np.repeat(seeds, counts), np.repeat(positions, counts), flat_ids)
+    scores = np.concatenate(logits) + noise
     highest = np.repeat(np.maximum.reduceat(scores, starts), counts)
     winners = np.flatnonzero(scores == highest)
     return flat_ids[winners[np.searchsorted(winners, starts)]]
@@ -167,9 +170,15 @@ def kept_tokens(
     return kept
 
 
+def best_tokens(row: FloatArray, k: int) -> Int64Array:
+    """Ids of the `k` largest of `row` [V], ordered by (value descending, id ascending)."""
+    ids = kept_tokens(row, row.max(), k, 1.0, 0.0)
+    return ids[np.argsort(-row[ids], kind="stable")]
+
+
 def value_reached_by(row: FloatArray, budget: int) -> np.float32:
     """A value that at least `budget` entries of `row` reach, hardly more if possible; -inf: all."""
-    num_groups = GROUPS_PER_CANDIDATE * budget
+    num_groups = max(MIN_GROUPS, GROUPS_PER_CANDIDATE * budget)
     group_size = row.size // num_groups
     if group_size < 2:
         return np.float32(-np.inf)

@@ -119,15 +119,18 @@ class Sampler:
             which = indices(needs, Needs.LOGPROBS)
             output.logprob_rows = which.tolist()
             output.num_logprobs = self.table.num_logprobs[rows[which]].tolist()
-            chosen = token_ids[self._index(which)]
-            output.logprobs = gather_logprobs(logprobs, chosen, max(output.num_logprobs))
+            index = self._index(which)
+            logprobs.masked_fill_(is_bad[index].unsqueeze(1), 0.0)  # no NaN, and nobody will look
+            k = max(output.num_logprobs)
+            output.logprobs = gather_logprobs(logprobs, token_ids[index], k)
         return output
 
     def _raw_logprobs(self, logits: Tensor, needs: npt.NDArray[np.uint8]) -> Tensor | None:
         which = indices(needs, Needs.LOGPROBS)
         if not which.size:
             return None
-        return torch.log_softmax(logits[self._index(which)], dim=-1)
+        selected = logits if which.size == len(logits) else logits[self._index(which)]
+        return torch.log_softmax(selected, dim=-1)
 
     def _add_bias(self, logits: Tensor, rows: Int32Array, needs: npt.NDArray[np.uint8]) -> None:
         which = indices(needs, Needs.LOGIT_BIAS)
@@ -175,10 +178,11 @@ class Sampler:
         which = indices(needs, Needs.DRAW)
         if not which.size:
             return
-        index = self._index(which)
-        temperature = torch.from_numpy(self.table.temperature[rows[which]]).to(self.device)
-        scaled = logits[index] / temperature.unsqueeze(1)
-        token_ids[index] = sample(scaled, self.table.draw_params(rows[which], positions[which]))
+        temperature = self.table.temperature[rows]  # 1 for rows that do not draw
+        if (temperature != 1).any():
+            logits /= torch.from_numpy(temperature).to(self.device).unsqueeze(1)
+        draw = self.table.draw_params(rows[which], positions[which])
+        token_ids[self._index(which)] = sample(logits, which, draw)
 
     def _entries(self, which: Int64Array, ids: list[Int64Array]) -> tuple[Tensor, Tensor]:
         """Indices into logits [S, V] of token ids ids[i] in row which[i]."""

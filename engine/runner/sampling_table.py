@@ -83,8 +83,9 @@ class SamplingTable:
         self.needs[row] = needs
 
     def clear(self, row: int) -> None:
-        """Back to an empty row: the fields without a bit in `needs` are never read."""
+        """Back to an empty row. Other fields are not read without their bit in `needs`."""
         self.needs[row] = 0
+        self.temperature[row] = 1
         for by_row in (self.bias_ids, self.bias_values, self.stop_ids):
             by_row.pop(row, None)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.ops.philox import coarse_bits, fine_bits, gumbel, philox4x32, token_noise
+from engine.ops.philox import gumbel, philox4x32, token_bits, token_noise
 from tests.unit.sampling_oracle import philox_words, uniform
 
 # (counter, key, output) from the known-answer tests of Random123
@@ -60,8 +60,7 @@ def test_arguments_are_left_alone() -> None:
 def test_bits_of_a_token_are_those_of_its_block(seed: int, position: int) -> None:
     ids = np.array([0, 1, 2, 3, 4, 7, 8, 13, 151_935])
     seeds, positions = np.full(len(ids), seed), np.full(len(ids), position)
-    coarse = coarse_bits(seeds, positions, ids)
-    fine = fine_bits(seeds, positions, ids)
+    coarse, fine = token_bits(seeds, positions, ids)
     u = [(int(c) * 2**32 + int(f) + 0.5) / 2**48 for c, f in zip(coarse, fine, strict=True)]
     assert u == [uniform(seed, position, int(token_id)) for token_id in ids]
 
@@ -71,8 +70,9 @@ def test_torch_and_numpy_give_the_same_bits() -> None:
     positions = np.array(POSITIONS)[:, None]
     ids = np.arange(50)[None]
     as_tensors = [torch.from_numpy(a) for a in (seeds, positions, ids)]
-    for bits in (coarse_bits, fine_bits):
-        np.testing.assert_array_equal(bits(seeds, positions, ids), bits(*as_tensors).numpy())
+    with_torch = token_bits(*as_tensors)
+    for bits, tensor in zip(token_bits(seeds, positions, ids), with_torch, strict=True):
+        np.testing.assert_array_equal(bits, tensor.numpy())
     np.testing.assert_allclose(
         token_noise(seeds, positions, ids), token_noise(*as_tensors).numpy(), rtol=1e-14, atol=1e-15
     )
