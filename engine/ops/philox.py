@@ -46,8 +46,8 @@ def philox4x32(
     for _ in range(NUM_ROUNDS):
         product_0 = c0 * MULTIPLIER_0
         product_1 = c2 * MULTIPLIER_1
-        # in place, as this is bound by memory; the low halves of the products (the next c1 and c3)
-        # keep their high bits until the masks drop them
+        # In place, as this is bound by memory. The next c1 and c3 are the low halves of the products;
+        # their high bits, and those of the keys, stay until the masks drop them.
         c0 = product_1 >> 32
         c0 ^= c1
         c0 ^= k0
@@ -57,8 +57,8 @@ def philox4x32(
         c2 ^= k1
         c2 &= MASK
         c1, c3 = product_1, product_0
-        k0 = (k0 + WEYL_0) & MASK
-        k1 = (k1 + WEYL_1) & MASK
+        k0 = k0 + WEYL_0
+        k1 = k1 + WEYL_1
     return c0, c1 & MASK, c2, c3 & MASK
 
 

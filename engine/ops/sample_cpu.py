@@ -70,11 +70,18 @@ def sample(
         left[i] = rivals(whole[i], best[i], words)
 
     token_ids = np.zeros(len(rows), np.int64)
-    if left:
-        some = np.array(list(left))
-        ids = list(left.values())
-        logits = [rows[i][left[i]] for i in left]
-        token_ids[some] = draw(ids, logits, seeds[some], positions[some])
+    contested = []
+    for i, ids in left.items():
+        token_ids[i] = ids[0]
+        if ids.size > 1:
+            contested.append(i)
+    if contested:
+        token_ids[contested] = draw(
+            [left[i] for i in contested],
+            [rows[i][left[i]] for i in contested],
+            seeds[contested],
+            positions[contested],
+        )
     return token_ids
 
 
