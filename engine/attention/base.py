@@ -72,8 +72,10 @@ def allocate_kv_cache(
 
     def one() -> Tensor:
         if device.type == "cpu":
-            shape = (num_kv_heads, num_blocks, block_size, head_dim)
-            return torch.zeros(shape, dtype=dtype).transpose(0, 1)
+            # numpy's zeros are pages that the kernel hands out on first write: gigabytes in no time
+            num_bytes = num_kv_heads * num_blocks * block_size * head_dim * dtype.itemsize
+            flat = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype)
+            return flat.view(num_kv_heads, num_blocks, block_size, head_dim).transpose(0, 1)
         return torch.zeros(
             (num_blocks, num_kv_heads, block_size, head_dim), dtype=dtype, device=device
         )
