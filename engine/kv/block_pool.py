@@ -14,6 +14,14 @@ enters or leaves it in O(1):
 
 A named block returns to the tail and waits there, least recently used first; an unnamed one returns
 to the head. Block 0 is never free, so its links serve as the list's two ends.
+
+Attention on a CPU reads a request's blocks without copying if they are consecutive. So a new table
+starts where a cursor points, and the cursor moves on by the room the request may come to need; the
+table then grows into the blocks behind it if they are still there, else from the head of the list.
+Nothing is reserved: it is a preference, like neighbours leaving a seat between them.
+
+    |AAAA....|BB......|CCCCC...|        |      A, B, C grow to the right
+                               ^ cursor
 """
 
 from enum import IntEnum
@@ -38,11 +46,15 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1  # free and cached
+        self._num_unnamed = num_blocks - 1  # of them free
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
         self._refs = [0] * num_blocks
         self._names: list[bytes | None] = [None] * num_blocks
         self._by_name: dict[bytes, int] = {}
+        self._cursor = 1
+        self._tick = 0  # named blocks released so far
+        self._released_at = [0] * num_blocks  # tick of a named block's last release
 
     def refs(self, block: int) -> int:
         return self._refs[block]
@@ -54,41 +66,31 @@ class BlockPool:
         """The block with these contents, used or cached. O(1)."""
         return self._by_name.get(name)
 
-    def allocate(self, count: int, table: list[int]) -> None:
+    def allocate(self, count: int, table: list[int], room: int = 0) -> None:
         """Append `count` blocks to `table`, each with one reference. Needs `count <= num_free`.
 
-        The block that follows the table's last one is preferred if it is free and unnamed: attention
-        on a CPU reads consecutive blocks without copying. Otherwise the head of the list is taken,
-        and a name it still had is forgotten.
+        `room`: how many blocks the table may come to need in all; matters for an empty table only.
+        A cached block that is handed out loses its name.
         """
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        refs, names = self._refs, self._names
-        last = table[-1] if table else 0
+        block = table[-1] + 1 if table else self._start(max(count, room))
         for _ in range(count):
-            block = last + 1
-            if (
-                last == 0
-                or block == self.num_blocks
-                or refs[block] != 0
-                or names[block] is not None
-            ):
+            if block == self.num_blocks or not self._is_spare(block):
                 block = self._next[0]
-                name = names[block]
-                if name is not None:
-                    del self._by_name[name]
-                    names[block] = None
             self._unlink(block)
-            refs[block] = 1
+            name = self._names[block]
+            if name is not None:
+                del self._by_name[name]
+                self._names[block] = None
+            self._refs[block] = 1
             table.append(block)
-            last = block
-        self.num_free -= count
+            block += 1
 
     def acquire(self, block: int) -> None:
         """Take one more reference to a named block, used or cached."""
         if self._refs[block] == 0:
             assert self._names[block] is not None, f"block {block} is free: its contents are gone"
             self._unlink(block)
-            self.num_free -= 1
         self._refs[block] += 1
 
     def release(self, block: int) -> None:
@@ -97,8 +99,7 @@ class BlockPool:
         assert refs >= 0, f"block {block} released more often than taken"
         self._refs[block] = refs
         if refs == 0:
-            self._link(block, at_tail=self._names[block] is not None)
-            self.num_free += 1
+            self._link(block)
 
     def set_name(self, block: int, name: bytes) -> bool:
         """Make a used, full block findable. False if another block already has this name: both hold
@@ -115,11 +116,13 @@ class BlockPool:
         name = self._names[block]
         if name is None:
             return
+        is_cached = self._refs[block] == 0
+        if is_cached:
+            self._unlink(block)
         del self._by_name[name]
         self._names[block] = None
-        if self._refs[block] == 0:  # no longer cached: first to be reused
-            self._unlink(block)
-            self._link(block, at_tail=False)
+        if is_cached:  # first to be reused
+            self._link(block)
 
     def state(self, block: int) -> BlockState:
         if block == 0:
@@ -144,6 +147,8 @@ class BlockPool:
         assert len(free) == self.num_free, f"{len(free)} blocks listed, {self.num_free} counted"
         idle = {b for b in range(1, self.num_blocks) if self._refs[b] == 0}
         assert set(free) == idle, "the free list is not the set of blocks without references"
+        unnamed = sum(self._names[b] is None for b in free)
+        assert unnamed == self._num_unnamed, f"{unnamed} unnamed, {self._num_unnamed} counted"
         assert all(count >= 0 for count in self._refs), "a reference count is negative"
         assert self._refs[0] == 0, "the reserved block has an owner"
         assert self._names[0] is None, "the reserved block has a name"
@@ -152,15 +157,45 @@ class BlockPool:
         named = {name: b for b, name in enumerate(self._names) if name is not None}
         assert named == self._by_name, "names by block and blocks by name disagree"
 
+    def _start(self, room: int) -> int:
+        """Where a new table begins; moves the cursor behind the room it may need."""
+        start = self._cursor
+        if start + room > self.num_blocks:
+            start = 1
+        self._cursor = start + room if start + room < self.num_blocks else 1
+        return start
+
+    def _is_spare(self, block: int) -> bool:
+        """May `block` be taken out of turn? If it is free; or, where hardly any free block is left, if
+        it is cached and old: as many releases ago as half the list is long."""
+        if self._refs[block] != 0:
+            return False
+        if self._names[block] is None:
+            return True
+        if self._num_unnamed > self.num_blocks // 16:
+            return False
+        return self._tick - self._released_at[block] > self.num_free // 2
+
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]
         self._next[before] = after
         self._prev[after] = before
+        self.num_free -= 1
+        if self._names[block] is None:
+            self._num_unnamed -= 1
 
-    def _link(self, block: int, at_tail: bool) -> None:
-        before = self._prev[0] if at_tail else 0
+    def _link(self, block: int) -> None:
+        """Into the list: a named block at the tail, an unnamed one at the head."""
+        if self._names[block] is None:
+            before = 0
+            self._num_unnamed += 1
+        else:
+            before = self._prev[0]
+            self._tick += 1
+            self._released_at[block] = self._tick
         after = self._next[before]
         self._next[before] = block
         self._prev[block] = before
         self._next[block] = after
         self._prev[after] = block
+        self.num_free += 1

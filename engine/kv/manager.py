@@ -23,6 +23,8 @@ from engine.api.hashing import extend_names, root_name
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.request import Request
 
+LIKELY_OUTPUT_TOKENS = 512  # room left behind a new table; only a preference, see block_pool
+
 
 class KVCacheManager:
     """Hands blocks of the pool to requests and takes them back."""
@@ -84,7 +86,8 @@ class KVCacheManager:
             return True
         if missing > self.pool.num_free:
             return False
-        self.pool.allocate(missing, table)
+        likely = min(request.max_kv_tokens, len(request.token_ids) + LIKELY_OUTPUT_TOKENS)
+        self.pool.allocate(missing, table, room=self.blocks_for(likely))
         return True
 
     def name_full_blocks(self, request: Request) -> None:

@@ -30,15 +30,50 @@ def test_fresh_pool_hands_out_consecutive_blocks():
     assert take(BlockPool(9), 8) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_the_block_after_the_last_one_is_preferred():
+def test_a_table_grows_into_the_block_behind_it():
     pool = BlockPool(10)
-    first = take(pool, 2)
-    second = take(pool, 2)
-    for block in reversed(second):
+    first, second = take(pool, 2), take(pool, 2)
+    assert take(pool, 2, [*second]) == [3, 4, 5, 6]
+    assert take(pool, 1, [*first]) == [1, 2, 7]  # 3 is in use, so the head of the list
+    pool.check_invariants()
+
+
+def test_new_tables_leave_room_for_each_other_to_grow():
+    pool = BlockPool(21)
+    tables: list[list[int]] = [[], [], [], []]
+    for table in tables:
+        pool.allocate(2, table, room=5)
+    assert [t[0] for t in tables] == [1, 6, 11, 16]
+    for _ in range(3):
+        for table in tables:
+            pool.allocate(1, table)
+    assert [t[-1] - t[0] for t in tables] == [4] * 4
+    pool.check_invariants()
+
+
+def test_room_is_a_preference_only():
+    pool = BlockPool(6)
+    table: list[int] = []
+    pool.allocate(1, table, room=100)
+    other: list[int] = []
+    pool.allocate(4, other, room=100)
+    assert sorted(table + other) == [1, 2, 3, 4, 5]
+
+
+def test_when_all_is_cached_an_old_neighbour_may_go_before_its_turn():
+    pool = BlockPool(21)
+    blocks = take(pool, 20)
+    for block in blocks:
+        pool.set_name(block, b"%d" % block)
+    for block in blocks:
         pool.release(block)
-    third = take(pool, 1)  # takes 3, the head
-    assert take(pool, 2, [*third]) == [3, 4, 5]
-    assert take(pool, 1, [*first]) == [1, 2, 6]  # 3 is in use, so the head
+    assert pool.free_list() == blocks
+    table = [3]
+    pool.acquire(3)
+    assert take(pool, 2, table) == [3, 4, 5]  # old: though 1 and 2 are older
+    recent = [17]
+    pool.acquire(17)
+    assert take(pool, 1, recent) == [17, 1]  # 18 was released recently: the head instead
     pool.check_invariants()
 
 

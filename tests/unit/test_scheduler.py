@@ -7,12 +7,13 @@ from engine.api.messages import AbortReason, FinishReason
 from engine.api.sampling import SamplingParams
 from engine.plan import RowLogprobs, StepPlan, StepResult
 from engine.scheduler.decisions import DecisionLog, Reason, StepRecord
+from engine.scheduler.draft import StepDraft
 from engine.scheduler.policy import WaitingQueue
 from engine.scheduler.scheduler import SchedulerConfig
 from tests.unit.test_kv_manager import make as make_request
 from tests.unit.toy_engine import EOS, MODEL_LEN, STOP_TOKEN, ToyEngine, undisturbed
 
-BOTH_MODES = pytest.mark.parametrize("overlap", [False, True])
+IN_FLIGHT = pytest.mark.parametrize("depth", [0, 1])  # in sequence, overlapped
 
 
 def prompt_of(length: int, first: int = 1) -> list[int]:
@@ -174,9 +175,9 @@ def test_waiting_queue_keeps_order_and_finds_its_members():
 # --- endings ----------------------------------------------------------------------------------------
 
 
-@BOTH_MODES
-def test_length_limit(overlap: bool) -> None:
-    engine = ToyEngine(overlap=overlap)
+@IN_FLIGHT
+def test_length_limit(depth: int) -> None:
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt_of(5), free_run(7))
     engine.run()
     completion = engine.completions[1]
@@ -186,10 +187,10 @@ def test_length_limit(overlap: bool) -> None:
     assert engine.num_wasted == 0, "a request at its limit is not planned again"
 
 
-@BOTH_MODES
+@IN_FLIGHT
 @pytest.mark.parametrize("max_tokens", [None, 500])
-def test_the_context_ends_a_completion(overlap: bool, max_tokens: int | None) -> None:
-    engine = ToyEngine(overlap=overlap)
+def test_the_context_ends_a_completion(depth: int, max_tokens: int | None) -> None:
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt_of(5), free_run(max_tokens))
     engine.run()
     assert engine.completions[1].finish is FinishReason.LENGTH
@@ -197,19 +198,19 @@ def test_the_context_ends_a_completion(overlap: bool, max_tokens: int | None) ->
     engine.assert_clean()
 
 
-@BOTH_MODES
-def test_a_single_token(overlap: bool) -> None:
-    engine = ToyEngine(overlap=overlap)
+@IN_FLIGHT
+def test_a_single_token(depth: int) -> None:
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt_of(MODEL_LEN - 1), free_run(None))
     engine.run()
     assert len(engine.completions[1].tokens) == 1
     engine.assert_clean()
 
 
-@BOTH_MODES
-def test_end_of_sequence(overlap: bool) -> None:
+@IN_FLIGHT
+def test_end_of_sequence(depth: int) -> None:
     prompt = prompt_that_says(EOS, at=3)
-    engine = ToyEngine(overlap=overlap)
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt, SamplingParams(max_tokens=20))
     engine.run()
     completion = engine.completions[1]
@@ -217,14 +218,14 @@ def test_end_of_sequence(overlap: bool) -> None:
     assert completion.stop_token is None
     assert len(completion.tokens) == 4
     assert completion.tokens[-1] == EOS
-    assert engine.num_wasted == (1 if overlap else 0)
+    assert engine.num_wasted == depth
     engine.assert_clean()
 
 
-@BOTH_MODES
-def test_ignore_eos(overlap: bool) -> None:
+@IN_FLIGHT
+def test_ignore_eos(depth: int) -> None:
     prompt = prompt_that_says(EOS, at=3)
-    engine = ToyEngine(overlap=overlap)
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt, free_run(9))
     engine.add(2, prompt, free_run(9, stop_token_ids=[EOS]))
     engine.run()
@@ -233,10 +234,10 @@ def test_ignore_eos(overlap: bool) -> None:
     assert engine.completions[2].stop_token == EOS, "asked for by the request itself"
 
 
-@BOTH_MODES
-def test_stop_token_ids(overlap: bool) -> None:
+@IN_FLIGHT
+def test_stop_token_ids(depth: int) -> None:
     prompt = prompt_that_says(STOP_TOKEN, at=2)
-    engine = ToyEngine(overlap=overlap)
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt, SamplingParams(max_tokens=20, stop_token_ids=[STOP_TOKEN]))
     engine.run()
     completion = engine.completions[1]
@@ -264,11 +265,11 @@ def test_stop_at_the_length_limit_is_a_stop():
     assert engine.completions[1].finish is FinishReason.STOP
 
 
-@BOTH_MODES
-def test_continuation_after_a_restart_counts_earlier_output(overlap: bool) -> None:
+@IN_FLIGHT
+def test_continuation_after_a_restart_counts_earlier_output(depth: int) -> None:
     prompt, params = prompt_of(6), free_run(12)
     whole = undisturbed(prompt, params, MODEL_LEN)
-    engine = ToyEngine(overlap=overlap)
+    engine = ToyEngine(depth=depth)
     engine.add(1, prompt, params, prior=whole[:5])
     plan = engine.step()
     assert plan.new_rows[0].num_prompt_tokens == 6
@@ -309,10 +310,10 @@ def test_nan_ends_only_its_own_request_and_its_blocks_are_not_found_again():
 # --- aborts -----------------------------------------------------------------------------------------
 
 
-@BOTH_MODES
+@IN_FLIGHT
 @pytest.mark.parametrize("steps_before", range(6))
-def test_abort_in_any_phase(overlap: bool, steps_before: int) -> None:
-    engine = ToyEngine(overlap=overlap, budget=8, max_num_seqs=2)
+def test_abort_in_any_phase(depth: int, steps_before: int) -> None:
+    engine = ToyEngine(depth=depth, budget=8, max_num_seqs=2)
     for req_id in (1, 2, 3):
         engine.add(req_id, prompt_of(14, req_id), free_run(6))
     for _ in range(steps_before):
@@ -337,7 +338,7 @@ def test_aborts_are_counted_and_unknown_ids_ignored():
 
 
 def test_a_reused_id_does_not_get_its_predecessors_token():
-    engine = ToyEngine(overlap=True)
+    engine = ToyEngine(depth=1)
     engine.add(1, prompt_of(5), free_run(9))
     engine.step()  # in flight
     engine.abort(1)
@@ -348,7 +349,7 @@ def test_a_reused_id_does_not_get_its_predecessors_token():
 
 
 def test_a_freed_row_and_its_blocks_may_be_given_away_in_the_next_plan():
-    engine = ToyEngine(overlap=True, max_num_seqs=1, num_blocks=6)
+    engine = ToyEngine(depth=1, max_num_seqs=1, num_blocks=6)
     engine.add(1, prompt_of(9), free_run(9))
     engine.step()
     engine.step()
@@ -446,18 +447,20 @@ def test_without_chunks_a_preempted_request_may_outgrow_the_budget():
 # --- preemption -------------------------------------------------------------------------------------
 
 
-@BOTH_MODES
-def test_the_latest_request_gives_way_and_resumes_first(overlap: bool) -> None:
-    engine = ToyEngine(num_blocks=11, admission="greedy", overlap=overlap)
+@IN_FLIGHT
+def test_the_latest_request_gives_way_and_resumes_first(depth: int) -> None:
+    engine = ToyEngine(num_blocks=11, admission="greedy", depth=depth)
     for req_id in (1, 2, 3):
         engine.add(req_id, prompt_of(10, req_id), free_run(14))
+    engine.run()
     preempted: list[int] = []
     resumed: list[int] = []
-    while engine.has_work:
-        engine.step()
     for record in engine.scheduler.log.steps():
-        preempted += [d.req_id for d in record.decisions if d.reason is Reason.PREEMPTED_FOR]
-        resumed += [d.req_id for d in record.decisions if d.reason is Reason.RESUMED]
+        victims = [d.req_id for d in record.decisions if d.reason is Reason.PREEMPTED_FOR]
+        starters = [d.req_id for d in record.decisions if d.reason is Reason.RESUMED]
+        assert not (victims and starters), "nobody starts in a step that lacked blocks"
+        preempted += victims
+        resumed += starters
     assert preempted[0] == 3
     assert 1 not in preempted
     assert sorted(preempted) == sorted(resumed)
@@ -465,6 +468,42 @@ def test_the_latest_request_gives_way_and_resumes_first(overlap: bool) -> None:
         expected = undisturbed(prompt_of(10, req_id), free_run(14), MODEL_LEN)
         assert engine.completions[req_id].tokens == expected
     engine.assert_clean()
+
+
+def test_a_preempted_request_waits_for_its_own_sample():
+    """With two steps in flight a victim's last token may still be unknown when there is room again."""
+    engine = ToyEngine(num_blocks=9, admission="greedy", depth=2, budget=64)
+    for req_id in (1, 2):
+        engine.add(req_id, prompt_of(10, req_id), free_run(14))
+    while engine.scheduler.preemptions == 0:
+        engine.step()
+    (request,) = engine.scheduler._waiting
+    assert request.req_id == 2
+    assert request.num_uncommitted > 0
+    engine.abort(1)  # now there is room, but its last token is not known yet
+    assert engine.step() is None
+    last = engine.scheduler.log.steps()[-1].decisions[-1]
+    assert (last.req_id, last.reason) == (2, Reason.WAIT_COMMIT)
+    engine.run()
+    assert engine.completions[2].tokens == undisturbed(prompt_of(10, 2), free_run(14), MODEL_LEN)
+    engine.assert_clean()
+
+
+def test_a_draft_withdraws_what_a_victim_was_granted():
+    draft = StepDraft(budget=10)
+    first, second, third = (make_request([1, 2, 3], req_id=i) for i in (1, 2, 3))
+    first.num_uncommitted = 1
+    draft.decodes.append(first)
+    draft.grown.append((first, 1))
+    draft.add_prefill(second, 3)
+    draft.add_prefill(third, 2)
+    assert draft.budget_left == 4
+    draft.withdraw(first)
+    assert (first.num_uncommitted, draft.grown, draft.budget_left) == (0, [], 5)
+    draft.withdraw(second)
+    assert draft.prefills == [(third, 2)]
+    assert draft.budget_left == 8
+    assert draft.has_preempted
 
 
 def test_the_worst_priority_gives_way_even_if_it_came_first():
@@ -521,9 +560,9 @@ def test_requests_of_one_step_share_their_prompt():
     assert scheduler.prefix_hit_tokens == 24
 
 
-@BOTH_MODES
-def test_the_next_turn_of_a_chat_finds_prompt_and_answer(overlap: bool) -> None:
-    engine = ToyEngine(num_blocks=60, overlap=overlap)
+@IN_FLIGHT
+def test_the_next_turn_of_a_chat_finds_prompt_and_answer(depth: int) -> None:
+    engine = ToyEngine(num_blocks=60, depth=depth)
     engine.add(1, prompt_of(6), free_run(11))
     engine.run()
     answer = engine.completions[1].tokens

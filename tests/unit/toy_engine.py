@@ -5,11 +5,12 @@ checks that the slot found through the block table holds exactly the request's o
 token is a hash of what it read. One block given to two requests, named too early, overwritten or freed
 too soon therefore shows at once, and a wrong token changes all that follow.
 
-Steps run in the order of their launch, as on one compute stream; with `overlap` a step's results are
-committed only after the next step was planned and launched.
+Steps run in the order of their launch, as on one compute stream. `depth` steps stay in flight: with 0
+each is committed at once; with 1 (overlap) only after the next one was planned and launched.
 """
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -151,7 +152,7 @@ class ToyEngine:
         budget: int = 16,
         max_num_seqs: int = 8,
         admission: str = "greedy",
-        overlap: bool = False,
+        depth: int = 0,
         prefix_caching: bool = True,
         chunked: bool = True,
         check_invariants: bool = True,
@@ -170,10 +171,10 @@ class ToyEngine:
         self.kv = KVCacheManager(num_blocks, block_size, prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self.runner = ToyRunner(config.num_rows, num_blocks, block_size, budget)
-        self.overlap = overlap
+        self.depth = depth
         self.completions: dict[int, Completion] = {}
         self.num_wasted = 0  # samples that nobody wanted
-        self._in_flight: tuple[StepPlan, StepResult] | None = None
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._now_ns = 0
 
     def add(
@@ -208,20 +209,17 @@ class ToyEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._in_flight is not None or self.scheduler.has_work()
+        return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> StepPlan | None:
         """One pass of the loop. Returns the plan that was launched."""
         self._now_ns += 1000
         plan = self.scheduler.schedule(self._now_ns)
-        launched = None if plan is None else (plan, self.runner.launch(plan))
-        stuck = plan is None and self._in_flight is None and self.scheduler.has_work()
-        assert not stuck or self.scheduler.num_waiting, "running requests, but nothing to run"
-        finished = self._in_flight if self.overlap else launched
-        if finished is not None:
-            self._commit(*finished)
-        if self.overlap:
-            self._in_flight = launched
+        assert plan or self._in_flight or not self.scheduler.num_running, "running, yet no plan"
+        if plan is not None:
+            self._in_flight.append((plan, self.runner.launch(plan)))
+        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
+            self._commit(*self._in_flight.popleft())
         self.receive(self.scheduler.take_output(0, self._now_ns))
         return plan
 
@@ -232,7 +230,7 @@ class ToyEngine:
             if not self.has_work:
                 break
             idle = 0 if self.step() is not None else idle + 1
-            assert idle < 3, "requests wait, and nothing runs"
+            assert idle < 3 + self.depth, "requests wait, and nothing runs"
         assert not self.has_work, "the engine did not come to an end"
         self.receive(self.scheduler.take_output(0, self._now_ns))
 
