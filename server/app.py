@@ -1,0 +1,132 @@
+"""The HTTP application: table of paths, request ids, and one place where errors become answers."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from server.errors import ApiError, internal_error
+from server.routes import chat, completions, health, models, tokenize
+from server.service import NOTES, SERVICE, RequestNotes, Service, is_visible_id
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+GET: dict[str, Handler] = {
+    "/live": health.live,
+    "/health": health.health,
+    "/ping": health.health,
+    "/ready": health.ready,
+    "/version": health.version,
+    "/metrics": health.metrics,
+    "/v1/models": models.list_models,
+}
+POST: dict[str, Handler] = {
+    "/v1/chat/completions": chat.chat_completions,
+    "/v1/completions": completions.completions,
+    "/tokenize": tokenize.tokenize,
+    "/detokenize": tokenize.detokenize,
+    "/v1/tokenize": tokenize.tokenize,
+    "/v1/detokenize": tokenize.detokenize,
+    "/v1/embeddings": health.not_built,
+    "/v1/responses": health.not_built,
+    "/v1/messages": health.not_built,
+}
+
+
+def build_app(service: Service) -> web.Application:
+    app = web.Application(
+        middlewares=[envelope], client_max_size=service.config.max_body_size, logger=logger
+    )
+    app[SERVICE] = service
+    for path, handler in GET.items():
+        for spelling in (path, path + "/"):
+            app.router.add_get(spelling, handler)  # HEAD included
+    for path, handler in POST.items():
+        for spelling in (path, path + "/"):
+            app.router.add_post(spelling, handler)
+    app.router.add_get("/v1/models/{id:.+}", models.get_model)
+    app.on_response_prepare.append(add_request_id)
+    return app
+
+
+@web.middleware
+async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request an id, turn every error into the error body, count and log the outcome."""
+    began = time.monotonic()
+    wanted_id = request.headers.get("X-Request-Id", "")
+    notes = RequestNotes(wanted_id if is_visible_id(wanted_id) else uuid.uuid4().hex)
+    request[NOTES] = notes
+    response: web.StreamResponse | None = None
+    try:
+        response = await handler(request)
+    except ApiError as error:
+        response = error_response(request, error)
+    except web.HTTPException as error:
+        response = error_response(request, translate(request, error))
+    except asyncio.CancelledError:
+        raise  # the client has gone
+    except Exception:
+        logger.exception("request %s failed", notes.request_id)
+        response = error_response(request, internal_error())
+    finally:
+        outcome = "499" if response is None else str(response.status)
+        finish(request, outcome, time.monotonic() - began)
+    return response
+
+
+def finish(request: web.Request, outcome: str, seconds: float) -> None:
+    service = request.app[SERVICE]
+    resource = request.match_info.route.resource
+    path = "unknown" if resource is None else resource.canonical.rstrip("/")
+    service.client.metrics.http_requests[path, outcome] += 1
+    if service.config.enable_log_requests:
+        notes = request[NOTES]
+        logger.info(
+            "request id=%s %s %s status=%s prompt_tokens=%s completion_tokens=%s seconds=%.3f%s",
+            notes.request_id,
+            request.method,
+            path,
+            outcome,
+            notes.usage.get("prompt_tokens", 0),
+            notes.usage.get("completion_tokens", 0),
+            seconds,
+            f" stream_error={notes.stream_error}" if notes.stream_error else "",
+        )
+
+
+def error_response(request: web.Request, error: ApiError) -> web.Response:
+    metrics = request.app[SERVICE].client.metrics
+    metrics.rejected[error.code] += 1
+    return web.Response(
+        status=error.status,
+        body=error.body(request[NOTES].request_id),
+        content_type="application/json",
+        headers=error.headers,
+    )
+
+
+def translate(request: web.Request, error: web.HTTPException) -> ApiError:
+    """aiohttp's own refusals, which come from its router."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return ApiError(
+            405,
+            "method_not_allowed",
+            f"{request.path} takes {allowed}, not {request.method}.",
+            headers={"Allow": allowed},
+        )
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, "unknown_url", f"There is no {request.method} {request.path:.200}.")
+    if error.status >= 500:
+        return internal_error()
+    return ApiError(error.status, "invalid_request", error.reason)
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """On every response, streams included."""
+    response.headers["X-Request-Id"] = request[NOTES].request_id

@@ -1,0 +1,338 @@
+"""EngineClient: the only user of the server's sockets.
+
+    ingress  PUSH, connects    Generate, Abort, Tokenize, Detokenize   -> tokenizer_proc
+    replies  PULL, binds       Accepted, Deltas, RequestError, ...     <- tokenizer_proc
+    state    PULL, binds       EngineState, EngineStats, EngineFailed  <- engine
+
+The sockets are plain ZeroMQ sockets whose file descriptors the event loop watches, so a message
+costs one callback and no task switch. ZeroMQ signals edges, not levels: a callback must read until
+the socket is empty, or ask to be called again.
+
+This table owns a request until its own terminal event: the last `Deltas`, a `RequestError`, or an
+`abort` from here. Messages that arrive after that are dropped and counted.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine.api.messages import (
+    Abort,
+    Accepted,
+    CallError,
+    Deltas,
+    Detokenize,
+    DetokenizeResult,
+    EngineFailed,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    Generate,
+    Prompt,
+    Replies,
+    RequestError,
+    Sockets,
+    State,
+    Tokenize,
+    TokenizeResult,
+    TokenizerReady,
+    decoder,
+    encoder,
+)
+from engine.api.sampling import SamplingParams
+from server.errors import ApiError
+from server.health import EngineStatus
+from server.metrics import Metrics
+from server.stream import FINISH_NAMES, Choice, RequestStream
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_CALLBACK = 64  # then other callbacks get their turn
+
+
+class GenerateOptions(msgspec.Struct, frozen=True):
+    """What a generation needs beside its prompts."""
+
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    want_prompt_text: bool = False
+    incremental: bool = False  # wake the handler for every delta, rather than once at the end
+
+
+class EngineClient:
+    """Sends requests to the other processes and hands what comes back to their streams."""
+
+    def __init__(self, sockets: Sockets, status: EngineStatus, metrics: Metrics) -> None:
+        self.status = status
+        self.metrics = metrics
+        self._addresses = sockets
+        self._context = zmq.Context(io_threads=1)
+        self._ingress = self._context.socket(zmq.PUSH)
+        self._replies = self._context.socket(zmq.PULL)
+        self._state = self._context.socket(zmq.PULL)
+        self._encoder = encoder()
+        self._replies_decoder = decoder(Replies)
+        self._state_decoder = decoder(State)
+        self._choices: dict[int, Choice] = {}  # live ones, by request id
+        self._num_queued = 0  # live choices that the engine has not started
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next_id = 1
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_reply: dict[type, Callable[[Any], None]] = {
+            Deltas: self._on_deltas,
+            Accepted: self._on_accepted,
+            RequestError: self._on_request_error,
+            TokenizerReady: self._on_tokenizer_ready,
+            TokenizeResult: self._on_call_result,
+            DetokenizeResult: self._on_call_result,
+            CallError: self._on_call_error,
+        }
+
+    def start(self) -> None:
+        """Bind and watch the sockets. Call from a coroutine, before the other processes start."""
+        self._loop = asyncio.get_running_loop()
+        for socket in (self._ingress, self._replies, self._state):
+            socket.set_hwm(0)  # no message is ever dropped or blocks its sender
+            socket.linger = 0
+        self._replies.bind(self._addresses.replies)
+        self._state.bind(self._addresses.state)
+        self._ingress.connect(self._addresses.ingress)
+        self._watch(self._replies, self._read_reply)
+        self._watch(self._state, self._read_state)
+
+    def close(self) -> None:
+        assert self._loop is not None
+        for socket in (self._replies, self._state):
+            self._loop.remove_reader(descriptor(socket))
+        self._context.destroy(linger=0)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Completions that have not ended."""
+        return len(self._choices)
+
+    @property
+    def num_queued(self) -> int:
+        """Completions that the engine has not started."""
+        return self._num_queued
+
+    def generate(
+        self, prompts: list[Prompt], options: GenerateOptions, arrival_ns: int
+    ) -> RequestStream:
+        """Send one `Generate` for each prompt. The caller must `abort` the stream in a `finally`."""
+        n = options.params.n
+        stream = RequestStream(len(prompts), arrival_ns, options.incremental)
+        for prompt_index, prompt in enumerate(prompts):
+            req_id = self._reserve_ids(n)
+            for choice_id in range(req_id, req_id + n):
+                self._choices[choice_id] = stream.add_choice(choice_id, prompt_index)
+            self._num_queued += n
+            self._send(
+                Generate(
+                    req_id=req_id,
+                    prompt=prompt,
+                    params=options.params,
+                    arrival_ns=arrival_ns,
+                    priority=options.priority,
+                    cache_salt=options.cache_salt,
+                    want_prompt_text=options.want_prompt_text,
+                )
+            )
+        self.status.set_has_work(True)
+        return stream
+
+    def abort(self, stream: RequestStream) -> None:
+        """End what still runs of a stream, e.g. because its client has gone. Idempotent."""
+        stream.close()
+        aborted = [c for c in stream.choices if self._remove(c.req_id) is not None]
+        if aborted:
+            self._send(Abort(req_ids=[c.req_id for c in aborted]))
+        for choice in aborted:
+            self.metrics.request_aborted(choice, failed=stream.error is not None)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every live request and call with `error` (their handlers then abort them)."""
+        for stream in {id(c.stream): c.stream for c in self._choices.values()}.values():
+            stream.fail(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def tokenize(self, prompt: Prompt, return_token_strs: bool) -> TokenizeResult:
+        """Raises ApiError, e.g. when the chat template refuses the messages."""
+        call_id = self._reserve_ids(1)
+        return await self._call(
+            call_id,
+            Tokenize(call_id=call_id, prompt=prompt, return_token_strs=return_token_strs),
+        )
+
+    async def detokenize(self, token_ids: "array[int]") -> DetokenizeResult:
+        """Raises ApiError, e.g. for ids outside the vocabulary."""
+        call_id = self._reserve_ids(1)
+        return await self._call(call_id, Detokenize(call_id=call_id, token_ids=token_ids.tobytes()))
+
+    async def _call(self, call_id: int, message: Tokenize | Detokenize) -> Any:
+        assert self._loop is not None
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(message)
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    def _reserve_ids(self, n: int) -> int:
+        first = self._next_id
+        self._next_id += n
+        return first
+
+    def _send(self, message: Generate | Abort | Tokenize | Detokenize) -> None:
+        self._ingress.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def _remove(self, req_id: int) -> Choice | None:
+        choice = self._choices.pop(req_id, None)
+        if choice is not None:
+            if not choice.started_ns:
+                self._num_queued -= 1
+            if not self._choices:
+                self.status.set_has_work(False)
+        return choice
+
+    # --- messages -----------------------------------------------------------------------------------
+
+    def _watch(self, socket: "zmq.Socket[bytes]", read: Callable[[bytes], None]) -> None:
+        loop = self._loop
+        assert loop is not None
+
+        def on_readable() -> None:
+            for _ in range(MESSAGES_PER_CALLBACK):
+                if socket.closed:
+                    return
+                try:
+                    frame = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                try:
+                    read(frame)
+                except Exception:  # a bad message must not end the reading of all others
+                    logger.exception("dropped a message that could not be handled")
+            loop.call_soon(on_readable)
+
+        loop.add_reader(descriptor(socket), on_readable)
+        loop.call_soon(on_readable)
+
+    def _read_reply(self, frame: bytes) -> None:
+        message = self._replies_decoder.decode(frame)
+        self._on_reply[type(message)](message)
+
+    def _read_state(self, frame: bytes) -> None:
+        message = self._state_decoder.decode(frame)
+        if isinstance(message, EngineState):
+            self.status.on_state(message)
+        elif isinstance(message, EngineStats):
+            self.metrics.engine_stats(self.status.stats, message)
+            self.status.stats = message
+        elif isinstance(message, EngineFailed):
+            self.status.failure = message
+
+    def _on_deltas(self, deltas: Deltas) -> None:
+        now = time.monotonic_ns()
+        choices = self._choices
+        for req_id, num_cached, queue_us in deltas.started:
+            choice = choices.get(req_id)
+            if choice is None:
+                self.metrics.late_messages += 1
+            elif not choice.started_ns:
+                self._on_started(choice, num_cached, queue_us, now)
+        for req_id, text, count in zip(deltas.req_ids, deltas.texts, deltas.counts, strict=True):
+            choice = choices.get(req_id)
+            if choice is None:
+                self.metrics.late_messages += 1
+                continue
+            if count:
+                self.metrics.tokens_arrived(choice, count, now)
+            if text:
+                choice.texts.append(text)
+                choice.stream.mark(choice)
+        for index, entries in deltas.logprobs:
+            choice = choices.get(deltas.req_ids[index])
+            if choice is not None:
+                choice.logprobs.extend(entries)
+        for index, reason, stop_reason in deltas.finished:
+            choice = self._remove(deltas.req_ids[index])
+            if choice is not None:
+                self._on_finished(choice, reason, stop_reason, now)
+
+    def _on_started(self, choice: Choice, num_cached: int, queue_us: int, now: int) -> None:
+        stream = choice.stream
+        choice.started_ns = now
+        self._num_queued -= 1
+        if choice.index % (len(stream.choices) // stream.num_prompts) == 0:
+            # The first choice computes the prompt that the others share.
+            stream.num_cached_tokens[choice.prompt_index] = num_cached
+        self.metrics.request_started(queue_us)
+        stream.mark(choice)
+
+    def _on_finished(
+        self, choice: Choice, reason: FinishReason, stop_reason: str | int | None, now: int
+    ) -> None:
+        if reason in FINISH_NAMES:
+            self.metrics.request_finished(choice, FINISH_NAMES[reason], now)
+            choice.stream.finish(choice, FINISH_NAMES[reason], stop_reason)
+            return
+        self.metrics.request_aborted(choice, failed=reason is FinishReason.ERROR)
+        what = "met an internal error" if reason is FinishReason.ERROR else "was ended early"
+        choice.stream.fail(ApiError(500, "internal_error", f"This request {what} in the engine."))
+
+    def _on_accepted(self, accepted: Accepted) -> None:
+        choice = self._choices.get(accepted.req_id)
+        if choice is None:
+            self.metrics.late_messages += 1
+            return
+        choice.stream.accept(choice.prompt_index, accepted.num_prompt_tokens, accepted.prompt_text)
+
+    def _on_request_error(self, error: RequestError) -> None:
+        choices = [self._remove(req_id) for req_id in range(error.req_id, error.req_id + error.n)]
+        live = [choice for choice in choices if choice is not None]
+        if not live:
+            self.metrics.late_messages += 1
+            return
+        stream = live[0].stream
+        param = error.param
+        if param == "prompt" and stream.num_prompts > 1:
+            param = f"prompt[{live[0].prompt_index}]"
+        retry_after = 1 if error.status in (429, 503) else None
+        stream.fail(
+            ApiError(error.status, error.code, error.message, param, retry_after=retry_after)
+        )
+        for choice in live:
+            self.metrics.request_rejected(choice, error.code, error.status)
+
+    def _on_tokenizer_ready(self, ready: TokenizerReady) -> None:
+        self.status.limits = ready.limits
+        self.status.changed_at = time.time()
+
+    def _on_call_result(self, result: TokenizeResult | DetokenizeResult) -> None:
+        future = self._calls.get(result.call_id)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _on_call_error(self, error: CallError) -> None:
+        future = self._calls.get(error.call_id)
+        if future is not None and not future.done():
+            future.set_exception(ApiError(error.status, error.code, error.message, error.param))
+
+
+def descriptor(socket: "zmq.Socket[bytes]") -> int:
+    number = socket.getsockopt(zmq.FD)
+    assert isinstance(number, int)
+    return number

@@ -1,0 +1,116 @@
+"""What the server knows about the engine, and whether that is healthy."""
+
+import time
+from dataclasses import dataclass, field
+
+from engine.api.messages import EngineFailed, EngineLimits, EngineState, EngineStats, Phase
+
+HEARTBEAT_LIMIT_S = 10.0  # the engine sends two a second
+PHASE_NAMES = {
+    Phase.LOADING: "loading weights",
+    Phase.SIZING: "sizing the KV cache",
+    Phase.CAPTURING: "capturing graphs",
+    Phase.SERVING: "serving",
+}
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The answer of a health path: `status` "ok" means 200, everything else 503."""
+
+    status: str
+    reason: str = ""
+    since: float = 0.0  # unix time
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(slots=True)
+class EngineStatus:
+    """Start-up progress, heartbeats and statistics. Times are `time.monotonic()` unless said."""
+
+    stall_timeout_s: float
+    phase: str = "starting"
+    progress: float = 0.0  # 0..1 within the phase
+    detail: str = ""
+    limits: EngineLimits | None = None  # known once requests can be served
+    stats: EngineStats | None = None
+    failure: EngineFailed | None = None
+    is_serving: bool = False
+    is_draining: bool = False
+    dead_reason: str = ""
+    rss_bytes: int = 0
+    heartbeat_at: float = 0.0
+    loop_count: int = -1
+    progress_at: float = 0.0  # when loop_count last changed, or work last began
+    changed_at: float = field(default_factory=time.time)  # unix time of the last change of status
+    has_work: bool = False
+
+    def starting(self, phase: str, progress: float = 0.0, detail: str = "") -> None:
+        """A phase before the engine speaks for itself."""
+        self.phase, self.progress, self.detail = phase, progress, detail
+
+    def on_state(self, state: EngineState) -> None:
+        now = time.monotonic()
+        self.heartbeat_at = now
+        self.rss_bytes = state.rss_bytes
+        self.phase = PHASE_NAMES[state.phase]
+        self.progress, self.detail = state.progress, state.detail
+        if state.loop_count != self.loop_count:
+            self.loop_count = state.loop_count
+            self.progress_at = now
+        serving = state.phase is Phase.SERVING
+        if serving != self.is_serving:
+            self.is_serving = serving
+            self.progress_at = now
+            self.changed_at = time.time()
+
+    def set_has_work(self, has_work: bool) -> None:
+        """Stalls count only while there is work: an idle loop may sleep."""
+        if has_work and not self.has_work:
+            self.progress_at = time.monotonic()
+        self.has_work = has_work
+
+    def set_dead(self, reason: str) -> None:
+        if not self.dead_reason:
+            self.dead_reason = reason
+            self.changed_at = time.time()
+
+    def set_draining(self) -> None:
+        if not self.is_draining:
+            self.is_draining = True
+            self.changed_at = time.time()
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.is_serving and self.limits is not None
+
+    def health(self) -> Verdict:
+        """Is the engine alive and moving?"""
+        now = time.monotonic()
+        if self.dead_reason:
+            return Verdict("dead", self.dead_reason, self.changed_at)
+        if not self.is_loaded:
+            return Verdict("loading", self.describe_phase(), self.changed_at)
+        silence = now - self.heartbeat_at
+        if silence > HEARTBEAT_LIMIT_S:
+            reason = f"no heartbeat from the engine for {silence:.0f} s"
+            return Verdict("stalled", reason, time.time() - silence)
+        standstill = now - self.progress_at
+        if self.has_work and standstill > self.stall_timeout_s:
+            reason = f"requests are waiting and the step loop has not moved for {standstill:.0f} s"
+            return Verdict("stalled", reason, time.time() - standstill)
+        return Verdict("ok")
+
+    def readiness(self) -> Verdict:
+        """Should new requests be sent here? (The queue limit is the client's to add.)"""
+        if self.is_draining and not self.dead_reason:
+            return Verdict("draining", "the server is shutting down", self.changed_at)
+        return self.health()
+
+    def describe_phase(self) -> str:
+        phase = "waiting for the tokenizer" if self.is_serving else self.phase
+        detail = f" ({self.detail})" if self.detail and not self.is_serving else ""
+        return f"{phase} {self.progress:.0%}{detail}" if self.progress else f"{phase}{detail}"

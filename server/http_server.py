@@ -1,0 +1,139 @@
+"""The listening socket, and the application on it."""
+
+import asyncio
+import errno
+import logging
+import socket
+import uuid
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from engine.api.config import ConfigError
+from server.errors import ApiError, internal_error
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75.0  # above the usual 60 s of proxies, so that they close first
+LINGER_S = 2.0  # how long to read on after refusing a body
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Bind every address of `host` (port 0: a free one). Raises ConfigError, naming the remedy."""
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"--host {host}: no such address ({error.strerror})") from None
+    sockets: list[socket.socket] = []
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            sockets.append(bind_one(family, kind, protocol, (address[0], port, *address[2:])))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                close_all(sockets)
+                raise ConfigError(
+                    f"port {port} on {host} is in use: choose another with --port "
+                    f"(e.g. --port {port + 1}), or --port 0 for any free one"
+                ) from None
+            problem = error  # e.g. no IPv6 on this machine: the other addresses will do
+            continue
+        port = port or sockets[0].getsockname()[1]
+    if not sockets:
+        assert problem is not None
+        raise ConfigError(f"cannot listen on {host} port {port}: {problem.strerror}")
+    return sockets
+
+
+def bind_one(
+    family: int, kind: int, protocol: int, address: tuple[str | int, ...]
+) -> socket.socket:
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # a second bind fails only once the first listens
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def close_all(sockets: list[socket.socket]) -> None:
+    for listener in sockets:
+        listener.close()
+
+
+class Protocol(RequestHandler):
+    """One connection. Differs from aiohttp's in the body of errors found while parsing HTTP."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of a response is sent already")
+        if isinstance(exc, LineTooLong):
+            error = ApiError(431, "headers_too_large", "The request line or a header is too long.")
+        elif status < 500:
+            error = ApiError(status, "invalid_http", "The request is not valid HTTP.")
+        else:
+            logger.error("an HTTP handler failed", exc_info=exc)
+            error = internal_error()
+        response = web.Response(
+            status=error.status,
+            body=error.body(uuid.uuid4().hex),
+            content_type="application/json",
+        )
+        response.force_close()
+        return response
+
+
+class HttpServer:
+    """Runs the application on bound sockets."""
+
+    def __init__(self, app: web.Application, sockets: list[socket.socket]) -> None:
+        # A closed connection cancels its handler: that is how disconnects reach the engine.
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        self._sockets = sockets
+        self._servers: list[asyncio.Server] = []
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        manager = self._runner.server
+        assert manager is not None
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Protocol:
+            return Protocol(
+                manager,
+                loop=loop,
+                keepalive_timeout=KEEP_ALIVE_S,
+                lingering_time=LINGER_S,
+                access_log=None,  # type: ignore[arg-type]  # the application logs requests itself
+            )
+
+        for listener in self._sockets:
+            self._servers.append(
+                await loop.create_server(connection, sock=listener, backlog=BACKLOG)
+            )
+
+    async def stop(self, timeout_s: float) -> None:
+        """Stop listening, give handlers `timeout_s` to finish what they write, then close."""
+        for server in self._servers:
+            server.close()
+        manager = self._runner.server
+        if manager is not None:
+            manager.pre_shutdown()
+            await manager.shutdown(timeout_s)
+        await self._runner.cleanup()

@@ -1,0 +1,54 @@
+"""Reading a request's body: media type, size and time limits, then JSON."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from server.errors import ApiError
+from server.schema.body import parse_object
+from server.service import SERVICE
+
+BODY_TIMEOUT_S = 30.0
+
+
+async def receive_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object. Raises ApiError 400, 408, 413 or 415."""
+    check_media_type(request)
+    limit = request.app[SERVICE].config.max_body_size
+    if request.content_length is not None and request.content_length > limit:
+        raise too_large(limit)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise ApiError(
+            408, "request_timeout", f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s."
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large(limit) from None
+    except web.RequestPayloadError as error:
+        raise ApiError(400, "invalid_json", f"The body could not be read: {error}") from None
+    return parse_object(body)
+
+
+def check_media_type(request: web.Request) -> None:
+    """A body without a Content-Type is taken for JSON; any other type must say JSON."""
+    if "Content-Type" not in request.headers:
+        return
+    media_type = request.content_type.lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(
+            415,
+            "unsupported_media_type",
+            f"Content-Type must be application/json, got {media_type!r:.80}",
+        )
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        "request_too_large",
+        f"The body is larger than {limit} bytes (--max-body-size).",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,199 @@
+"""What chat and completions share: from parsed request to streamed or whole response.
+
+The status line of a stream is held back until its first choice is scheduled (or a keep-alive is
+due), so that everything wrong with a request until then is a plain HTTP error.
+
+    receive body -> parse -> EngineClient.generate -> RequestStream
+                                                        | stream: true    write_stream -> SSE
+                                                        | stream: false   wait, one JSON body
+    finally: EngineClient.abort                         (client gone, error, or nothing left to do)
+"""
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from engine.api.messages import Prompt
+from server import sse
+from server.client import GenerateOptions
+from server.errors import ApiError, internal_error
+from server.schema.sampling import StreamOptions, check_vocabulary
+from server.service import NOTES, SERVICE, Service
+from server.stream import Choice, Piece, RequestStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The fields that every chunk of a response repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def make(cls, prefix: str, model: str, service: Service) -> "Envelope":
+        return cls(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=model,
+            system_fingerprint=service.system_fingerprint,
+        )
+
+    def fields(self, object_name: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+    def chunk_head(self, object_name: str) -> bytes:
+        """The bytes of a chunk's event up to its first choice."""
+        return b"data: %b" % orjson.dumps(self.fields(object_name))[:-1] + b',"choices":['
+
+
+class Format(Protocol):
+    """How one endpoint writes choices. Bytes are whole events, the usage field left open."""
+
+    def opening(self, choice: Choice, usage: bytes) -> bytes:
+        """The first event of a choice; b"" if it has none."""
+
+    def delta(self, choice: Choice, piece: Piece, usage: bytes) -> bytes:
+        """One event with new text, or the end, or both."""
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        """The event after all choices."""
+
+    def whole(self, stream: RequestStream) -> dict[str, Any]:
+        """The response that is not streamed."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A parsed request, the same for both endpoints."""
+
+    prompts: list[Prompt]
+    options: GenerateOptions
+    stream_options: StreamOptions
+    ignored_headers: dict[str, str]
+
+
+async def respond(
+    request: web.Request, generation: Generation, fmt: Format, arrival_ns: int
+) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    service.check_queue()
+    limits = service.client.status.limits
+    params = generation.options.params
+    if limits is not None:
+        check_vocabulary(params, limits.vocab_size)
+    metrics = service.client.metrics
+    metrics.params_n.observe(params.n)
+    if params.max_tokens is not None:
+        metrics.params_max_tokens.observe(params.max_tokens)
+    stream = service.client.generate(generation.prompts, generation.options, arrival_ns)
+    try:
+        if generation.options.incremental:
+            return await write_stream(request, stream, generation, fmt)
+        await stream.wait_finished()
+        return web.Response(
+            body=orjson.dumps(fmt.whole(stream)),
+            content_type="application/json",
+            headers=generation.ignored_headers,
+        )
+    finally:
+        service.client.abort(stream)
+        request[NOTES].usage = usage_of(stream)
+
+
+async def write_stream(
+    request: web.Request, stream: RequestStream, generation: Generation, fmt: Format
+) -> web.StreamResponse:
+    """Write events as they come. Events that are ready together share one write."""
+    keep_alive_s = request.app[SERVICE].config.sse_keep_alive
+    options = generation.stream_options
+    response: web.StreamResponse | None = None
+    num_open = len(stream.choices)
+    try:
+        while num_open:
+            choices = await stream.next(keep_alive_s)
+            events: list[bytes] = [] if choices else [sse.KEEP_ALIVE]
+            for choice in choices:
+                usage = usage_field(stream, choice, options)
+                if not choice.is_opened:
+                    choice.is_opened = True
+                    events.append(fmt.opening(choice, usage))
+                piece = choice.take()
+                if piece is not None:
+                    events.append(fmt.delta(choice, piece, usage))
+                    num_open -= piece.finish_reason is not None
+            if response is None:
+                response = await sse.open_response(request, generation.ignored_headers)
+            if not num_open:
+                if options.include_usage:
+                    events.append(fmt.usage_chunk(usage_of(stream)))
+                events.append(sse.DONE)
+            if data := b"".join(events):
+                await response.write(data)
+        assert response is not None
+        await response.write_eof()
+        return response
+    except ConnectionError:  # the client has gone; the caller aborts
+        assert response is not None
+        return response
+    except Exception as error:
+        if response is None:
+            raise
+        if not isinstance(error, ApiError):
+            logger.exception("request %s failed while streaming", request[NOTES].request_id)
+            error = internal_error()
+        return await end_with_error(request, response, error)
+
+
+async def end_with_error(
+    request: web.Request, response: web.StreamResponse, error: ApiError
+) -> web.StreamResponse:
+    """The error event, and no [DONE]: clients take [DONE] for success."""
+    request[NOTES].stream_error = error.code
+    response.force_close()
+    try:
+        await response.write(sse.event(error.body(request[NOTES].request_id)))
+        await response.write_eof()
+    except ConnectionError:
+        pass
+    return response
+
+
+def usage_field(stream: RequestStream, choice: Choice, options: StreamOptions) -> bytes:
+    """The usage member of a chunk: absent, null, or the running numbers of its choice."""
+    if options.continuous_usage_stats:
+        prompt_tokens = stream.num_prompt_tokens[choice.prompt_index]
+        running = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": choice.num_tokens,
+            "total_tokens": prompt_tokens + choice.num_tokens,
+        }
+        return b',"usage":' + orjson.dumps(running)
+    return b',"usage":null' if options.include_usage else b""
+
+
+def usage_of(stream: RequestStream) -> dict[str, Any]:
+    """Prompt tokens once for each prompt, whatever n is; completion tokens of all choices."""
+    prompt_tokens = sum(stream.num_prompt_tokens)
+    completion_tokens = sum(choice.num_tokens for choice in stream.choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }

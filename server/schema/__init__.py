@@ -1,0 +1,1 @@
+"""Request bodies: from bytes to typed values, or to the first error with its exact path."""

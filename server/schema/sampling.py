@@ -1,0 +1,201 @@
+"""Sampling fields, shared by chat and completions: names, types and ranges -> SamplingParams."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.api.sampling import ParamError, SamplingParams
+from server.errors import ApiError, invalid_type, invalid_value
+from server.schema.fields import (
+    Table,
+    Validator,
+    boolean,
+    decode,
+    integer,
+    integer_between,
+    json_object,
+    list_of,
+    no_effect,
+    number,
+    only,
+    refused_fields,
+    string,
+    string_of_length,
+    string_or_strings,
+)
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Defaults from the model's generation_config.json; a request's own values win."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    max_new_tokens: int | None = None  # for requests that name no max_tokens
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+def sampling_field(kind: Validator, name: str = "") -> Validator:
+    """A field of SamplingParams: its type by `kind`, its range by SamplingParams itself."""
+
+    def validate(value: Any, path: str) -> Any:
+        result = kind(value, path)
+        target = name or path
+        try:
+            SamplingParams(**{target: result})
+        except ParamError as error:
+            raise invalid_value(path, str(error).replace(target, path)) from None
+        return result
+
+    return validate
+
+
+def logit_bias(value: Any, path: str) -> dict[int, float]:
+    """{"decimal token id": bias}; every error names the field, whose keys are no paths."""
+    result = {}
+    for key, bias in json_object(value, path).items():
+        if not (key.isascii() and key.isdigit()) or len(key) > 10:
+            raise invalid_value(
+                path, f"{path} keys must be token ids such as '42', got {key!r:.40}"
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise invalid_type(path, f"numbers only (token {key})", bias)
+        result[int(key)] = float(bias)
+    return result
+
+
+def seed(value: Any, path: str) -> int | None:
+    result = integer(value, path)
+    return None if result == -1 else result
+
+
+def stream_options(value: Any, path: str) -> StreamOptions:
+    table: Table = {
+        "include_usage": boolean,
+        "continuous_usage_stats": boolean,
+        "include_obfuscation": no_effect,
+    }
+    values, _ = decode(json_object(value, path), table, prefix=f"{path}.")
+    return StreamOptions(
+        include_usage=values.get("include_usage", False),
+        continuous_usage_stats=values.get("continuous_usage_stats", False),
+    )
+
+
+def response_format(value: Any, path: str) -> None:
+    kind = json_object(value, path).get("type")
+    only("text", because="only text is, so far")(kind, f"{path}.type")
+
+
+SAMPLING_FIELDS: Table = {
+    "n": sampling_field(integer),
+    "temperature": sampling_field(number),
+    "top_p": sampling_field(number),
+    "top_k": sampling_field(integer),
+    "min_p": sampling_field(number),
+    "presence_penalty": sampling_field(number),
+    "frequency_penalty": sampling_field(number),
+    "repetition_penalty": sampling_field(number),
+    "seed": seed,
+    "max_tokens": sampling_field(integer),
+    "min_tokens": integer,  # its range depends on max_tokens
+    "stop": sampling_field(string_or_strings),
+    "stop_token_ids": sampling_field(list_of(integer_between(0, INT32_MAX))),
+    "ignore_eos": boolean,
+    "include_stop_str_in_output": boolean,
+    "logit_bias": sampling_field(logit_bias),
+    "skip_special_tokens": boolean,
+}
+
+NO_EFFECT_FIELDS = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "verbosity",
+    "prediction",
+    "mm_processor_kwargs",
+]
+
+COMMON_FIELDS: Table = {
+    **SAMPLING_FIELDS,
+    "model": string,
+    "stream": boolean,
+    "stream_options": stream_options,
+    "priority": integer_between(-INT32_MAX - 1, INT32_MAX),
+    "cache_salt": string_of_length(1, 256),
+    "request_id": string_of_length(0, 128),
+    **dict.fromkeys(NO_EFFECT_FIELDS, no_effect),
+    # Features that other servers have and this one does not (yet): refused, never ignored.
+    "spaces_between_special_tokens": only(True),
+    "use_beam_search": only(False),
+    "early_stopping": only(False),
+    "length_penalty": only(1, 1.0, because="it belongs to beam search"),
+    "logits_processors": only([], because="code in a request is never run"),
+    "return_token_ids": only(False),
+    "return_tokens_as_token_ids": only(False),
+    "bad_words": only([]),
+    "response_format": response_format,
+    **refused_fields(
+        [
+            "allowed_token_ids",
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "guided_decoding_backend",
+            "guided_whitespace_pattern",
+            "timeout",
+        ]
+    ),
+}
+
+
+def build_params(
+    values: dict[str, Any], defaults: SamplingDefaults, **fixed: Any
+) -> SamplingParams:
+    """SamplingParams of a decoded body. Raises ApiError for what only shows in combination."""
+    chosen = {name: values[name] for name in SAMPLING_FIELDS if values.get(name) is not None}
+    try:
+        return SamplingParams(**{**defaults.values, **chosen, **fixed})
+    except ParamError as error:
+        raise ApiError(400, "invalid_value", str(error), error.param) from None
+
+
+def check_stream_options(values: dict[str, Any]) -> StreamOptions:
+    options: StreamOptions | None = values.get("stream_options")
+    if options is None:
+        return StreamOptions()
+    if not values.get("stream"):
+        raise invalid_value("stream_options", "stream_options needs stream: true")
+    return options
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Token ids in `stop_token_ids` and `logit_bias` must exist in the model."""
+    for i, token_id in enumerate(params.stop_token_ids):
+        if token_id >= vocab_size:
+            raise ApiError(
+                400,
+                "invalid_token_id",
+                f"stop_token_ids[{i}] is {token_id}, but the vocabulary has {vocab_size} tokens",
+                f"stop_token_ids[{i}]",
+            )
+    for token_id in params.logit_bias:
+        if token_id >= vocab_size:
+            raise invalid_value(
+                "logit_bias",
+                f"logit_bias names token {token_id}, but the vocabulary has {vocab_size} tokens",
+            )

@@ -1,0 +1,125 @@
+"""What every route needs: the client, the names it serves, and the limits it enforces."""
+
+import time
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from aiohttp import web
+
+from server.client import EngineClient
+from server.config import ServerConfig
+from server.errors import ApiError, missing
+from server.health import Verdict
+from server.metrics import Exporter
+from server.schema.fields import IgnoredFields
+from server.schema.sampling import SamplingDefaults
+
+VERSION = "0.1.0"
+RETRY_LOADING_S = 5
+RETRY_QUEUE_S = 1
+
+
+@dataclass
+class Service:
+    config: ServerConfig
+    client: EngineClient
+    exporter: Exporter
+    model_names: list[str]
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    created: int = field(default_factory=lambda: int(time.time()))
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 unless requests can be served, 429 when too many wait already."""
+        status = self.client.status
+        if status.dead_reason:
+            raise engine_dead(status.dead_reason)
+        if status.is_draining:
+            raise draining()
+        if not status.is_loaded:
+            raise ApiError(
+                503,
+                "not_ready",
+                f"The server is starting: {status.describe_phase()}.",
+                retry_after=RETRY_LOADING_S,
+            )
+
+    def check_queue(self) -> None:
+        if self.is_queue_full:
+            raise ApiError(
+                429,
+                "queue_full",
+                f"{self.client.num_queued} requests wait already "
+                f"(--max-queued-requests {self.config.max_queued_requests}).",
+                retry_after=RETRY_QUEUE_S,
+            )
+
+    @property
+    def is_queue_full(self) -> bool:
+        return self.client.num_queued >= self.config.max_queued_requests
+
+    def check_model(self, name: str | None) -> str:
+        """The name to echo. Raises ApiError 404, listing the names that are served."""
+        if name is None:
+            if len(self.model_names) > 1:
+                raise missing("model", f"model is required; served are {self._served}")
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"The model {name!r:.200} does not exist; served are {self._served}.",
+                "model",
+            )
+        return name
+
+    @property
+    def _served(self) -> str:
+        return ", ".join(repr(name) for name in self.model_names)
+
+    def readiness(self) -> Verdict:
+        verdict = self.client.status.readiness()
+        if verdict.is_ok and self.is_queue_full:
+            return Verdict("queue_full", f"{self.client.num_queued} requests wait", time.time())
+        return verdict
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Changes when answers to the same seed may: other version, model, arithmetic or device."""
+        limits = self.client.status.limits
+        parts = [VERSION, self.model_names[0]]
+        if limits is not None:
+            parts += [limits.dtype, limits.device]
+        return "fp_" + blake2b("|".join(parts).encode(), digest_size=5).hexdigest()
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """What is known about a request in flight, for its log line and response headers."""
+
+    request_id: str
+    usage: dict[str, Any] = field(default_factory=dict)
+    stream_error: str = ""  # code of an error sent as an event
+
+    def prefer_id(self, from_body: str, request: web.Request) -> None:
+        """Take the body's `request_id` for this request unless a header named one."""
+        if from_body and "X-Request-Id" not in request.headers and is_visible_id(from_body):
+            self.request_id = from_body
+
+
+def is_visible_id(text: str) -> bool:
+    """May `text`, which a client chose, stand in a header and in the log?"""
+    return 0 < len(text) <= 128 and all("!" <= c <= "~" for c in text)
+
+
+NOTES: web.RequestKey[RequestNotes] = web.RequestKey("notes", RequestNotes)
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+
+
+def engine_dead(reason: str) -> ApiError:
+    return ApiError(503, "engine_dead", f"The engine has stopped: {reason}.")
+
+
+def draining() -> ApiError:
+    return ApiError(503, "draining", "The server is shutting down.", retry_after=RETRY_LOADING_S)

@@ -1,0 +1,199 @@
+"""What has arrived for one HTTP request and has not been written to its client yet.
+
+One HTTP request has P prompts with n choices each; all of them share one `RequestStream` and one
+handler task. Whatever arrives while the handler is busy (or blocked by a slow reader) is merged
+into the pending text of its choice, so that a slow client gets fewer, larger chunks and never
+delays others:
+
+    socket callback:   choice.texts += [...]; stream.mark(choice)      (any number of times)
+    handler task:      for choice in await stream.next(): piece = choice.take(); write(piece)
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from engine.api.messages import FinishReason, TokenLogprobText
+from server.errors import ApiError
+
+FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of one choice; with `finish_reason`, its last."""
+
+    text: str
+    logprobs: list[TokenLogprobText]
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One completion. Times are `time.monotonic_ns()`, 0 until known."""
+
+    stream: "RequestStream"
+    req_id: int
+    index: int
+    prompt_index: int
+    texts: list[str] = field(default_factory=list)  # pending
+    logprobs: list[TokenLogprobText] = field(default_factory=list)  # pending
+    num_tokens: int = 0  # generated so far, as billed
+    is_marked: bool = False  # waits in stream._marked
+    is_opened: bool = False  # the handler has written the first chunk
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    started_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    def take(self) -> Piece | None:
+        """Everything pending; None if there is nothing worth a chunk (then log-probabilities wait)."""
+        text = "".join(self.texts)
+        if not text and self.finish_reason is None:
+            return None
+        piece = Piece(text, self.logprobs, self.finish_reason, self.stop_reason)
+        self.texts = []
+        self.logprobs = []
+        return piece
+
+    @property
+    def phase(self) -> str:
+        if not self.started_ns:
+            return "queued"
+        return "decode" if self.first_token_ns else "prefill"
+
+
+class RequestStream:
+    """The choices of one HTTP request, and the one task that waits for them.
+
+    `incremental=False` (a response sent as a whole) wakes the task once, at the end.
+    """
+
+    def __init__(self, num_prompts: int, arrival_ns: int, incremental: bool) -> None:
+        self.arrival_ns = arrival_ns
+        self.choices: list[Choice] = []
+        self.num_prompts = num_prompts
+        self.num_prompt_tokens = [0] * num_prompts
+        self.num_cached_tokens = [0] * num_prompts
+        self.prompt_texts: list[str] = [""] * num_prompts
+        self.error: ApiError | None = None
+        self._incremental = incremental
+        self._num_accepted = 0
+        self._num_unfinished = 0
+        self._marked: list[Choice] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiting_since = 0.0
+        self._quiet_s = 0.0
+        self._is_quiet = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- filled by the client -----------------------------------------------------------------
+
+    def add_choice(self, req_id: int, prompt_index: int) -> Choice:
+        choice = Choice(self, req_id, len(self.choices), prompt_index)
+        self.choices.append(choice)
+        self._num_unfinished += 1
+        return choice
+
+    def accept(self, prompt_index: int, num_prompt_tokens: int, text: str | None) -> None:
+        self.num_prompt_tokens[prompt_index] = num_prompt_tokens
+        self.prompt_texts[prompt_index] = text or ""
+        self._num_accepted += 1
+        if self._marked:
+            self._wake()
+
+    def mark(self, choice: Choice) -> None:
+        """`choice` has something new (started, text, or its end)."""
+        if self._incremental:
+            if not choice.is_marked:
+                choice.is_marked = True
+                self._marked.append(choice)
+            self._wake()
+
+    def finish(self, choice: Choice, reason: str, stop_reason: str | int | None) -> None:
+        choice.finish_reason = reason
+        choice.stop_reason = stop_reason
+        self._num_unfinished -= 1
+        self.mark(choice)
+        if self._num_unfinished == 0:
+            self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """End the whole request. The first error wins."""
+        if self.error is None and self._num_unfinished:
+            self.error = error
+            self._wake()
+
+    # --- read by the handler ----------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    @property
+    def is_accepted(self) -> bool:
+        """All prompts are encoded; until then an error can still be a plain status."""
+        return self._num_accepted == self.num_prompts
+
+    async def next(self, quiet_s: float = 0.0) -> list[Choice]:
+        """Choices with something new, each once; [] after `quiet_s` seconds of silence (0: never).
+
+        Raises ApiError when the request has failed, after what was pending has been returned.
+        """
+        while not (self._marked and self.is_accepted):
+            if self.error is not None:
+                raise self.error
+            self._arm(quiet_s)
+            await self._wait()
+            if self._is_quiet:
+                self._is_quiet = False
+                return []
+        marked, self._marked = self._marked, []
+        for choice in marked:
+            choice.is_marked = False
+        return marked
+
+    async def wait_finished(self) -> None:
+        """Wait for all choices. Raises ApiError when the request fails."""
+        while not self.is_finished:
+            if self.error is not None:
+                raise self.error
+            await self._wait()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _arm(self, quiet_s: float) -> None:
+        # One timer that re-arms itself when it fires early: a timer per token would cost more
+        # than the token.
+        self._quiet_s = quiet_s
+        self._waiting_since = self._loop.time()
+        if quiet_s > 0 and self._timer is None:
+            self._timer = self._loop.call_later(quiet_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return  # the handler is writing; the next wait arms again
+        remaining = self._waiting_since + self._quiet_s - self._loop.time()
+        if remaining <= 0.001:
+            self._is_quiet = True
+            self._wake()
+        else:
+            self._timer = self._loop.call_later(remaining, self._on_timer)

@@ -1,0 +1,199 @@
+"""The HTTP application on a free port in this process, before a scripted backend; and the real
+server as a subprocess."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.api.messages import Sockets
+from server.app import build_app
+from server.client import EngineClient
+from server.config import ServerConfig
+from server.health import EngineStatus
+from server.http_server import HttpServer, bind
+from server.metrics import Exporter, Metrics
+from server.service import Service
+from tests.server.fake_backend import FakeBackend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Site:
+    """One running application and its backend."""
+
+    url: str
+    service: Service
+    backend: FakeBackend
+    session: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any = None, **more: Any) -> tuple[int, dict[str, Any]]:
+        status, _, answer = await self.post_full(path, body, **more)
+        return status, answer
+
+    async def post_full(self, path: str, body: Any = None, **more: Any) -> tuple[int, Any, Any]:
+        """Status, headers and decoded body. `data=` in `more` sends raw bytes."""
+        if "data" not in more:
+            more["json"] = body
+        async with self.session.post(self.url + path, **more) as response:
+            return response.status, response.headers, await response.json()
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def metric(self, line_start: str) -> float:
+        """Value of the first metric line that begins with `line_start`."""
+        async with self.session.get(self.url + "/metrics") as response:
+            for line in (await response.text()).splitlines():
+                if line.startswith(line_start):
+                    return float(line.rpartition(" ")[2])
+        raise AssertionError(f"no metric {line_start}")
+
+
+async def eventually(condition: Any, seconds: float = 5.0) -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running_site(ready: bool = True, **settings: Any) -> AsyncIterator[Site]:
+    """An application with the given `ServerConfig` fields; `ready=False`: still loading."""
+    config = ServerConfig(**{"host": "127.0.0.1", "port": 0, **settings})
+    names = config.served_model_name or ["tiny"]
+    with tempfile.TemporaryDirectory(prefix="sluice-test-") as run_dir:
+        metrics, status = Metrics(), EngineStatus(stall_timeout_s=config.stall_timeout)
+        client = EngineClient(Sockets.in_directory(run_dir), status, metrics)
+        exporter = Exporter(metrics, status, names[0], config.max_queued_requests)
+        service = Service(config, client, exporter, names)
+        listeners = bind(config.host, config.port)
+        server = HttpServer(build_app(service), listeners)
+        client.start()
+        await server.start()
+        backend = FakeBackend(run_dir)
+        backend.start()
+        if ready:
+            backend.ready()
+            await eventually(lambda: status.is_loaded)
+        url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
+        try:
+            async with aiohttp.ClientSession() as session:
+                yield Site(url, service, backend, session)
+        finally:
+            await server.stop(0.1)
+            backend.stop()
+            client.close()
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with running_site() as running:
+        yield running
+
+
+async def read_events(response: aiohttp.ClientResponse) -> list[str]:
+    """The `data:` payloads and comment lines of an event stream, after checking its framing."""
+    raw = (await response.read()).decode()
+    assert raw.endswith("\n\n")
+    events = raw.removesuffix("\n\n").split("\n\n")
+    for event in events:
+        assert "\n" not in event, "one line an event"
+        assert event.startswith(("data: ", ": ")), event
+    return [event.removeprefix("data: ") for event in events]
+
+
+@dataclass
+class LiveServer:
+    """scripts/serve.py in a process of its own."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def stop(self, timeout: float = 20.0) -> int:
+        """SIGTERM, then the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def live_server(model_dir: str | Path, *flags: str, wait_s: float = 60.0) -> Iterator[LiveServer]:
+    """Start the three real processes on `model_dir`, wait for /ready, and end them at the exit."""
+    with spawned(str(model_dir), *flags) as server:
+        wait_for(server, "/ready", wait_s)
+        yield server
+
+
+@contextmanager
+def spawned(*flags: str, env: dict[str, str] | None = None) -> Iterator[LiveServer]:
+    """scripts/serve.py with `flags` on a free port, without waiting for anything."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="sluice-test-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "scripts/serve.py"), *flags, "--port", str(port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            )
+        try:
+            yield LiveServer(f"http://127.0.0.1:{port}", process, log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def wait_for(server: LiveServer, path: str, seconds: float, status: int = 200) -> None:
+    """Poll `path` until it answers `status`. Fails with the server's log."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            break
+        try:
+            if server.get(path)[0] == status:
+                return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(
+        f"{path} did not answer {status}; exit code {server.process.poll()}\n{server.log.read_text()}"
+    )
