@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.rope import RopeConfig
+from engine.layers.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.api.config import ConfigError
+from engine.layers.rope_config import RopeConfig
 from engine.models import ARCHITECTURES
-from engine.models.rope import RopeConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILE = "model.safetensors"
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class ModelConfig:
     dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
     tie_word_embeddings: bool
     rms_norm_eps: float
-    hidden_act: str
     rope: RopeConfig
     raw: dict[str, Any] = field(repr=False)
 
@@ -103,7 +102,6 @@ class ModelConfig:
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            hidden_act=hidden_act,
             rope=rope,
             raw=raw,
         )

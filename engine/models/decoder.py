@@ -1,8 +1,11 @@
 """The pre-norm decoder that most open models are, driven by a frozen description.
 
-tokens ── embed ──┬── norm ── qkv ── rope, cache ── attend ── o ──(+)──┬── norm ── gate_up ── act ── down ──(+)── ... ── norm ── head
-                  └───────────────────────────────────────────────┘    └─────────────────────────────────────┘
-                    one DecoderLayer                  (+) adds in place to the residual stream [T, hidden_size]
+tokens -> embedding -> hidden [T, hidden_size], which every layer adds to in place:
+
+    hidden += o(attend(rope_and_cache(qkv(norm(hidden)))))
+    hidden += down(silu_and_mul(gate_up(norm(hidden))))
+
+hidden -> norm -> (rows whose logits are wanted) -> head -> logits [S, vocab_size]
 """
 
 import importlib
@@ -16,21 +19,13 @@ from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
 from engine.layers.embedding import Embedding, OutputHead
 from engine.layers.linear import Linear
 from engine.layers.norm import QkNorm, RmsNorm
+from engine.layers.rope_config import RopeConfig
 from engine.layers.rotary import Rotary
 from engine.models import ARCHITECTURES
 from engine.models.config import ModelConfig
-from engine.models.rope import RopeConfig
-from engine.ops.activation import act_and_mul
+from engine.ops.activation import silu_and_mul
 from engine.ops.rope_and_cache import rope_and_cache
 from engine.weights.slots import WeightedLayer
-
-ACTIVATION_KINDS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,6 @@ class DecoderSpec:
     head_dim: int
     max_model_len: int
     rms_norm_eps: float
-    activation: str  # a kind of ops.activation
     rope: RopeConfig
     tied_head: bool
     qkv_bias: bool
@@ -77,7 +71,6 @@ class DecoderSpec:
             head_dim=config.head_dim,
             max_model_len=config.max_model_len,
             rms_norm_eps=config.rms_norm_eps,
-            activation=ACTIVATION_KINDS[config.hidden_act],
             rope=config.rope,
             tied_head=config.tie_word_embeddings,
             qkv_bias=qkv_bias,
@@ -155,7 +148,7 @@ class DecoderLayer:
         )
         hidden.add_(self.output(attention.attend(self.index, q, self.attention_spec, inputs)))
         gate_up = self.gate_up(self.mlp_norm(hidden))
-        hidden.add_(self.down(act_and_mul(gate_up, spec.activation)))
+        hidden.add_(self.down(silu_and_mul(gate_up)))
 
 
 class Decoder:

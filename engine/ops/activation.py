@@ -1,9 +1,8 @@
-"""y = act(gate) * up, the middle of a gated MLP (https://arxiv.org/abs/2002.05202).
+"""y = silu(gate) * up, the middle of a gated MLP (https://arxiv.org/abs/2002.05202).
 
 Contract
     gate_up [T, 2 * N] bfloat16 or float32, contiguous: gate in the first N columns, up in the rest;
             not changed
-    kind    "silu", "gelu" or "gelu_tanh"
     returns [T, N], a fresh tensor of the same dtype
 
 Rows do not influence each other, bit for bit. That takes care on a CPU: torch computes most elements
@@ -18,36 +17,27 @@ to one thread or cuts between rows:
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GRAIN = 32768  # elements that torch gives a thread at least (at::internal::GRAIN_SIZE)
 
 
-def act_and_mul(gate_up: Tensor, kind: str) -> Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See the module's contract."""
     gate, up = gate_up.chunk(2, -1)
     if gate_up.is_cuda or gate.numel() < GRAIN:
-        return activate(gate, kind).mul_(up)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        return F.silu(gate).mul_(up)
+    out = torch.empty(gate.shape, dtype=gate.dtype)
     for rows in row_groups(gate.shape[0], gate.shape[1], torch.get_num_threads()):
-        activate(gate[rows], kind, out[rows])
+        torch.ops.aten.silu.out(gate[rows], out=out[rows])
     return out.mul_(up)
 
 
-def reference(gate_up: Tensor, kind: str) -> Tensor:
+def reference(gate_up: Tensor) -> Tensor:
     """The definition, without regard to how torch splits the work."""
     gate, up = gate_up.chunk(2, -1)
-    return activate(gate, kind) * up
-
-
-def activate(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """act(x), into `out` if given."""
-    if kind == "silu":
-        return torch.ops.aten.silu(x) if out is None else torch.ops.aten.silu.out(x, out=out)
-    approximate = "tanh" if kind == "gelu_tanh" else "none"
-    if out is None:
-        return torch.ops.aten.gelu(x, approximate=approximate)
-    return torch.ops.aten.gelu.out(x, approximate=approximate, out=out)
+    return F.silu(gate) * up
 
 
 def row_groups(num_rows: int, width: int, num_threads: int) -> Iterator[slice]:
