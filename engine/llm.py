@@ -41,6 +41,7 @@ from engine.api.messages import (
 )
 from engine.api.sampling import SamplingParams
 from engine.build import build_engine
+from engine.models.config import ModelConfig
 from server.default_model import ensure_default_model
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.loading import check_fits_model, load_tokenizer
@@ -105,6 +106,7 @@ class LLM:
     ) -> None:
         path = str(model) or str(ensure_default_model())
         self.config = make_config(path, tokenizer, settings)
+        ModelConfig.from_directory(path)  # a wrong path is told before anything takes time
         self.tokenizer = load_tokenizer(tokenizer or path, chat_template)
         self.engine = build_engine(self.config, self._receive)
         self.limits = self.engine.limits

@@ -1,7 +1,9 @@
 """The two ways things go wrong here: the tokenizer cannot be used, or a prompt cannot be served."""
 
+from engine.api.config import ConfigError
 
-class TokenizerLoadError(Exception):
+
+class TokenizerLoadError(ConfigError):
     """The tokenizer or chat template cannot be used. The text says what was looked for where."""
 
 

@@ -31,7 +31,7 @@ def arg_of(f: dataclasses.Field[Any]) -> Arg:
     return value
 
 
-class ConfigError(Exception):
+class ConfigError(ValueError):
     """A setting that cannot work. `exit_code` 2: change the command; 75: this machine cannot do it."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:

@@ -132,7 +132,7 @@ def test_chunked_equals_whole_for_every_cut(tiny, family):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prefix_hit_equals_cold(tiny, family):
     base = prompts(1, seed=6, low=100, high=101)[0]
-    variants = [base, base[:64], base[:65], base[:50] + [9, 8, 7], [*base, 5, 6], base[1:]]
+    variants = [base, base[:64], base[:65], [*base[:50], 9, 8, 7], [*base, 5, 6], base[1:]]
     warm = Harness(tiny(family))
     expected_hits = [0, 48, 64, 48, 96, 0]
     for prompt, hit in zip(variants, expected_hits, strict=True):
