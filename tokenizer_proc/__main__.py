@@ -1,6 +1,7 @@
 """python -m tokenizer_proc --config FILE: see `TokenizerConfig` for the file."""
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,7 @@ def main() -> int:
 
         sockets = Sockets.in_directory(config.run_dir, config.epoch)
         loop = TokenizerLoop(tokenizer, sockets, config.epoch, config.seed)
+        gc.freeze()  # the vocabulary lives as long as the process; collections need not walk it
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         loop.run()
     except TokenizerLoadError as error:

@@ -46,25 +46,21 @@ class CompletionText:
         self.num_tokens += 1
 
     def finish(self) -> str:
-        """All text that was held; for completions that no stop string ended."""
-        text = self._release(self.stream.finish())
+        """All text that was held, when no more tokens come. Not after a stop string."""
+        text = self._release(self.stream.finish())  # half a character may complete a stop string
         if self.matcher is not None and self.matcher.found is None:
-            held = self.matcher.finish()
-            self.num_released += len(held)
-            text += held
+            text += self.matcher.finish()
         return text
 
-    def take_entries(self) -> list[TokenLogprobText]:
-        """Entries of tokens whose text was released since the last call."""
-        entries = []
-        while self.waiting and self.waiting[0][0] < self.num_released:
-            entries.append(self.waiting.popleft()[1])
-        return entries
+    def take_entries(self, everything: bool = False) -> list[TokenLogprobText]:
+        """Entries of tokens whose text was released since the last call.
 
-    def take_all_entries(self) -> list[TokenLogprobText]:
-        """Entries of all tokens left, including those without text at the very end."""
-        entries = [entry for _, entry in self.waiting]
-        self.waiting.clear()
+        `everything`: all that wait, when all text is released; tokens without text at the end of a
+        completion have no character to come with.
+        """
+        entries = []
+        while self.waiting and (everything or self.waiting[0][0] < self.num_released):
+            entries.append(self.waiting.popleft()[1])
         return entries
 
     def _release(self, piece: str) -> str:

@@ -71,20 +71,33 @@ def read_template(path: str) -> str:
 
 
 def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise TokenizerLoadError if the tokenizer can produce ids that have no embedding row."""
+    """Raise TokenizerLoadError if ordinary tokens lack an embedding row: the wrong tokenizer.
+
+    Added tokens may lie beyond the embedding, as the image placeholder of the text-only Gemma 3
+    does. Nothing but a prompt can bring those, and such a prompt is refused.
+    """
+    num_ordinary = vocabulary_size(tokenizer, with_added_tokens=False)
     num_ids = vocabulary_size(tokenizer)
-    if num_ids > vocab_size:
+    if num_ordinary > vocab_size:
         raise TokenizerLoadError(
-            f"the tokenizer has {num_ids} token ids but the model embeds only {vocab_size}: ids "
-            f"{vocab_size} to {num_ids - 1} would read beyond the embedding; use the tokenizer "
-            f"that belongs to the model"
+            f"the tokenizer has {num_ordinary} token ids but the model embeds only {vocab_size}: "
+            f"ids {vocab_size} to {num_ordinary - 1} would read beyond the embedding; use the "
+            f"tokenizer that belongs to the model"
+        )
+    if num_ids > vocab_size:
+        logger.warning(
+            "added tokens %d to %d of the tokenizer have no embedding in the model (%d rows); "
+            "prompts that hold them are refused",
+            vocab_size,
+            num_ids - 1,
+            vocab_size,
         )
 
 
-def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Largest id plus one, added tokens included (ids may have holes)."""
-    backend = tokenizer.backend_tokenizer
-    return 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+def vocabulary_size(tokenizer: Tokenizer, with_added_tokens: bool = True) -> int:
+    """Largest id plus one (ids may have holes)."""
+    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=with_added_tokens)
+    return 1 + max(vocabulary.values(), default=-1)
 
 
 def present_files(directory: Path) -> str:

@@ -107,39 +107,38 @@ class OutputProcessor:
         deltas: Deltas,
     ) -> bool:
         """Add one request's row to `deltas`. Returns whether the request has ended."""
-        params = completion.params
         reason, stop_token = end or (None, None)
-        stop_id = stop_token if stop_token in params.stop_token_ids else None
-        hides_last = reason is FinishReason.STOP and not (
-            stop_id is not None and params.include_stop_str_in_output
-        )
+        stop_id = stop_token if stop_token in completion.params.stop_token_ids else None
+        shows_stop_token = stop_id is not None and completion.params.include_stop_str_in_output
         num_before = completion.num_tokens
         text = ""
         for position in tokens:
-            if hides_last and position == tokens[-1]:
+            if reason is FinishReason.STOP and position == tokens[-1] and not shows_stop_token:
                 completion.skip()
                 break
-            token_id = token_ids[position]
-            entry = None
-            if position in logprobs:
-                entry = with_text(
-                    logprobs[position], token_id, self.vocabulary, params.skip_special_tokens
-                )
-            text += completion.push(token_id, entry)
+            entry = self._entry(completion, token_ids[position], logprobs.get(position))
+            text += completion.push(token_ids[position], entry)
             if completion.stop_string is not None:
                 break
         if reason is not None and completion.stop_string is None:
-            text += completion.finish()  # an incomplete character may still complete a stop string
+            text += completion.finish()
         finish: tuple[FinishReason, str | int | None] | None = None
         if completion.stop_string is not None:
             finish = (FinishReason.STOP, completion.stop_string)
         elif reason is not None:
             finish = (reason, stop_id)
-        entries = completion.take_entries()
-        if finish is not None and completion.stop_string is None:
-            entries += completion.take_all_entries()
+        all_is_shown = finish is not None and completion.stop_string is None
+        entries = completion.take_entries(everything=all_is_shown)
         add_row(deltas, req_id, text, completion.num_tokens - num_before, finish, entries)
         return finish is not None
+
+    def _entry(
+        self, completion: CompletionText, token_id: int, logprobs: TokenLogprobs | None
+    ) -> TokenLogprobText | None:
+        if logprobs is None:
+            return None
+        skip_special_tokens = completion.params.skip_special_tokens
+        return with_text(logprobs, token_id, self.vocabulary, skip_special_tokens)
 
 
 def add_row(

@@ -372,6 +372,17 @@ def test_missing_and_broken_tokenizers_say_what_was_looked_for(tmp_path):
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers():
+    ordinary = vocabulary_size(TOKENIZER, with_added_tokens=False)
     check_fits_model(TOKENIZER, VOCAB)
-    with pytest.raises(TokenizerLoadError, match=rf"{VOCAB} token ids .* only {VOCAB - 1}"):
-        check_fits_model(TOKENIZER, VOCAB - 1)
+    with pytest.raises(TokenizerLoadError, match=rf"{ordinary} token ids .* only {ordinary - 1}"):
+        check_fits_model(TOKENIZER, ordinary - 1)
+
+
+def test_added_tokens_beyond_the_embedding_are_refused_in_prompts_only(caplog):
+    check_fits_model(TOKENIZER, VOCAB - 1)
+    assert f"{VOCAB - 1} to {VOCAB - 1}" in caplog.text
+    small = limits(vocab_size=VOCAB - 1)
+    assert make(TextPrompt(text="fine"), small).requests
+    last = TOKENIZER.convert_ids_to_tokens(VOCAB - 1)
+    error = error_of(TextPrompt(text=f"a{last}"), small)
+    assert (error.code, error.param) == ("invalid_token_id", "prompt")
