@@ -1,12 +1,14 @@
 """Every flag says what it does and what it costs, on the screen and in docs/flags.md."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
 from engine.api.config import EngineConfig, arg_of
 from scripts import make_flags_doc
+from server.cli import build_parser
 from server.config import ServerConfig
 
 FLAGS = [(c, f) for c in (ServerConfig, EngineConfig) for f in dataclasses.fields(c)]
@@ -35,6 +37,13 @@ def test_flag_is_documented(config: type[Any], flag: "dataclasses.Field[Any]") -
 def test_flags_page_is_up_to_date() -> None:
     text = make_flags_doc.TARGET.read_text(encoding="utf-8")
     assert text == make_flags_doc.render(), "run: python scripts/make_flags_doc.py"
+
+
+def test_page_and_command_line_know_the_same_flags() -> None:
+    text = make_flags_doc.TARGET.read_text(encoding="utf-8")
+    documented = {name for name in re.findall(r"`(--[a-z-]+)", text) if name != "--flag"}
+    accepted = {name for name in build_parser()._option_string_actions if name.startswith("--")}
+    assert documented - {"--no-flag"} == accepted
 
 
 def test_no_flag_exists_twice() -> None:
