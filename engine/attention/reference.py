@@ -120,13 +120,13 @@ class ReferenceAttention:
         num_blocks = (lens + block_size - 1) // block_size - first_block
         quantum = max(1, GROUP_QUANTUM_TOKENS // block_size)
         padded = (num_blocks + quantum - 1) // quantum * quantum
+        last_column = inputs.block_ids.shape[1] - 1
         spans = []
         for size in np.unique(padded):
             members = np.nonzero(padded == size)[0]
-            blocks = np.zeros((len(members), size), np.int64)  # padding reads the reserved block 0
-            for i, row in enumerate(members):
-                n, start = num_blocks[row], first_block[row]
-                blocks[i, :n] = inputs.block_ids[row, start : start + n]
+            # columns past a row's end hold whatever they held before: those keys are masked
+            columns = np.minimum(first_block[members, None] + np.arange(size), last_column)
+            blocks = inputs.block_ids[members[:, None], columns].astype(np.int64)
             offset = first_block[members] * block_size
             position = np.arange(size * block_size)[None, :] + offset[:, None]
             hidden = (position >= lens[members, None]) | (position < first[members, None])
