@@ -111,6 +111,7 @@ class EngineStatus:
         return self.health()
 
     def describe_phase(self) -> str:
-        phase = "waiting for the tokenizer" if self.is_serving else self.phase
-        detail = f" ({self.detail})" if self.detail and not self.is_serving else ""
-        return f"{phase} {self.progress:.0%}{detail}" if self.progress else f"{phase}{detail}"
+        if self.is_serving:
+            return "waiting for the tokenizer"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.phase} {self.progress:.0%}{detail}" if self.progress else self.phase + detail

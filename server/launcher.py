@@ -1,0 +1,245 @@
+"""The server process as the parent of the others: start, watch, drain, end.
+
+    bind the port -> answer /live -> prepare the model -> start tokenizer_proc and engine -> serve
+                                                                  |
+         SIGTERM, SIGINT: drain, exit 0 (again: at once)     a child dies: one error to every live
+                                                             request, exit with its code (2, 75) or 70
+
+Sockets and the children's settings live in a private run directory (mode 0700), removed at the end.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from socket import socket
+
+import uvloop
+
+from engine.api.config import ConfigError, EngineConfig
+from engine.api.messages import Sockets
+from server.app import build_app
+from server.client import EngineClient
+from server.config import ServerConfig
+from server.health import EngineStatus
+from server.http_server import HttpServer, bind, close_all
+from server.metrics import Exporter, Metrics
+from server.model_check import sampling_defaults
+from server.processes import Child, run_with_progress
+from server.progress import ProgressReport
+from server.service import Service, draining, engine_dead
+
+logger = logging.getLogger(__name__)
+
+MAX_RUN_DIR = 80  # bytes; an ipc path may have 107, the socket's name included
+FLUSH_S = 2.0  # for handlers to write their last event
+FAILURE_WAIT_S = 0.15  # for a dying engine's last message to arrive
+DRAIN_POLL_S = 0.02
+
+EXIT_ENGINE_FAILURE = 70
+CONFIGURATION_CODES = (2, 75)
+
+
+def serve(server: ServerConfig, engine: EngineConfig) -> int:
+    """Run until stopped; returns the exit code. Raises ConfigError if the port cannot be bound."""
+    listeners = bind(server.host, server.port)
+    run_dir = make_run_dir()
+    try:
+        return uvloop.run(Launcher(server, engine, listeners, run_dir).run())
+    finally:
+        close_all(listeners)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def make_run_dir() -> str:
+    """A private directory whose path is short enough for socket addresses."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(
+        prefix="sluice-", dir=parent if len(parent) < MAX_RUN_DIR - 20 else "/tmp"
+    )
+
+
+class Launcher:
+    """Owns the run directory's processes and the HTTP server, from start to exit code."""
+
+    def __init__(
+        self, server: ServerConfig, engine: EngineConfig, listeners: list[socket], run_dir: str
+    ) -> None:
+        self.config = server
+        self.engine = engine
+        self.run_dir = run_dir
+        self.port = listeners[0].getsockname()[1]
+        self.status = EngineStatus(stall_timeout_s=server.stall_timeout)
+        self.metrics = Metrics()
+        self.client = EngineClient(Sockets.in_directory(run_dir), self.status, self.metrics)
+        names = server.served_model_name or [engine.model or default_model_name()]
+        exporter = Exporter(self.metrics, self.status, names[0], server.max_queued_requests)
+        self.service = Service(server, self.client, exporter, names)
+        self.http = HttpServer(build_app(self.service), listeners)
+        self.children: list[Child] = []
+        self.stop_asked = asyncio.Event()
+        self.stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal, number)
+        self.client.start()
+        await self.http.start()
+        logger.info("listening on http://%s:%d, loading", self.config.host, self.port)
+        log_settings(self.config, self.engine)
+        work = asyncio.create_task(self.start_and_watch())
+        stop = asyncio.create_task(self.stop_asked.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            code = work.result() if work.done() else await self.drain()
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+            await self.http.stop(0.0 if self.stop_now.is_set() else FLUSH_S)
+            await asyncio.gather(*(child.end() for child in self.children))
+            self.client.close()
+        return code
+
+    def on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.stop_asked.is_set():
+            logger.warning("%s again: ending at once", name)
+            self.stop_now.set()
+        else:
+            logger.info("%s: draining %d requests", name, self.client.num_live)
+            self.stop_asked.set()
+
+    async def drain(self) -> int:
+        """Let running requests finish; end those that take too long with an error event."""
+        self.status.set_draining()
+        deadline = time.monotonic() + self.config.drain_timeout
+        while self.client.num_live and time.monotonic() < deadline:
+            if self.stop_now.is_set() or self.status.dead_reason:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
+        if self.client.num_live:
+            logger.warning("ending %d requests that still run", self.client.num_live)
+        self.client.fail_all(draining())
+        return 0
+
+    # --- start --------------------------------------------------------------------------------------
+
+    async def start_and_watch(self) -> int:
+        """Start everything and wait for a child to end, which it never should; its exit code."""
+        report = asyncio.create_task(self.report_start())
+        try:
+            model, tokenizer = await self.prepare_model()
+            if self.config.generation_config == "auto":
+                self.service.defaults = sampling_defaults(model)
+            await self.start_children(model, tokenizer)
+            return await self.watch_children()
+        except ConfigError as error:
+            logger.error("%s", error)
+            return self.on_death(str(error), error.exit_code)
+        finally:
+            report.cancel()
+
+    async def report_start(self) -> None:
+        began = time.monotonic()
+        await ProgressReport(self.status, self.metrics).run()
+        names = ", ".join(self.service.model_names)
+        logger.info(
+            "ready in %.1f s: serving %s on http://%s:%d",
+            time.monotonic() - began,
+            names,
+            self.config.host,
+            self.port,
+        )
+
+    async def prepare_model(self) -> tuple[str, str]:
+        """Directory (or .gguf file) of the model, and directory of its tokenizer."""
+        model, tokenizer = self.engine.model, self.engine.tokenizer
+        if not model:
+            logger.info("no --model given: serving the default model, %s", default_model_name())
+            result = await run_with_progress(
+                "default model",
+                "server.default_model",
+                ["--json-progress"],
+                lambda share, detail: self.status.starting("preparing the model", share, detail),
+            )
+            model = str(result["path"])
+        elif Path(model).is_file() and not tokenizer:
+            # Beside weights, a GGUF file holds a tokenizer, in a format only the converter reads.
+            converted = str(Path(self.run_dir) / "model")
+            await run_with_progress(
+                "converter",
+                "engine.weights.gguf",
+                [os.path.abspath(model), converted, "--json-progress"],
+                lambda share, detail: self.status.starting("converting the model", share, detail),
+            )
+            model = converted
+        model = os.path.abspath(model)
+        return model, os.path.abspath(tokenizer) if tokenizer else model
+
+    async def start_children(self, model: str, tokenizer: str) -> None:
+        self.status.starting("starting the engine")
+        common = {"run_dir": self.run_dir, "epoch": 0, "parent_pid": os.getpid()}
+        template = self.config.chat_template
+        tokenizer_config = {
+            **common,
+            "tokenizer_dir": tokenizer,
+            "chat_template": os.path.abspath(template) if template else "",
+            "log_level": self.engine.log_level,
+            "seed": self.engine.seed,
+        }
+        engine = dataclasses.replace(self.engine, model=model, tokenizer=tokenizer)
+        engine_config = {**common, "engine": dataclasses.asdict(engine)}
+        run_dir = Path(self.run_dir)
+        for name, module, config in (
+            ("tokenizer", "tokenizer_proc", tokenizer_config),
+            ("engine", "engine", engine_config),
+        ):
+            file = run_dir / f"{name}.json"
+            self.children.append(await Child.start_with_config(name, module, config, file))
+
+    # --- a child's death ----------------------------------------------------------------------------
+
+    async def watch_children(self) -> int:
+        waits = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        child = waits[done.pop()]
+        await asyncio.sleep(FAILURE_WAIT_S)
+        reason = child.describe_end()
+        failure = self.status.failure
+        if failure is not None:
+            reason = f"{reason}: {failure.message}"
+        logger.error("%s", reason)
+        code = child.process.returncode
+        return self.on_death(
+            child.describe_end(), code if code in CONFIGURATION_CODES else EXIT_ENGINE_FAILURE
+        )
+
+    def on_death(self, reason: str, code: int) -> int:
+        """One error to every live request, then this process ends, too."""
+        self.status.set_dead(reason)
+        self.client.fail_all(engine_dead(reason))
+        return code
+
+
+def default_model_name() -> str:
+    from server.default_model import SMOLLM2  # only where no model is given
+
+    return SMOLLM2.name
+
+
+def log_settings(server: ServerConfig, engine: EngineConfig) -> None:
+    """Every setting once, so that nobody has to guess whether a flag took effect."""
+    for title, config in (("server", server), ("engine", engine)):
+        values = dataclasses.asdict(config)
+        logger.info("%s settings: %s", title, " ".join(f"{k}={v!r}" for k, v in values.items()))

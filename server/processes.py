@@ -1,0 +1,103 @@
+"""Child processes: start, describe their end, end them. Always by pid, never by name."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.api.config import ConfigError
+from server.config import child_environment
+
+logger = logging.getLogger(__name__)
+
+TERM_GRACE_S = 4.0  # between SIGTERM and SIGKILL
+
+
+class Child:
+    """One `python -m module` process. It inherits stderr, so its log joins ours."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.process = process
+
+    @classmethod
+    async def start(cls, name: str, module: str, *args: str, pipe: bool = False) -> "Child":
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            *args,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE if pipe else None,
+            env=child_environment(),
+            # Ctrl-C in a terminal reaches a whole session; what it means is for the server to say.
+            start_new_session=True,
+        )
+        logger.debug("started %s pid=%d", name, process.pid)
+        return cls(name, process)
+
+    @classmethod
+    async def start_with_config(
+        cls, name: str, module: str, config: dict[str, Any], file: Path
+    ) -> "Child":
+        """Write `config` as JSON to `file` and start `python -m module --config file`."""
+        file.write_text(json.dumps(config), encoding="utf-8")
+        return await cls.start(name, module, "--config", str(file))
+
+    def describe_end(self) -> str:
+        """How the process ended, e.g. "the engine process (pid 7) was killed by SIGKILL"."""
+        code = self.process.returncode
+        who = f"the {self.name} process (pid {self.process.pid})"
+        if code is not None and code < 0:
+            return f"{who} was killed by {signal.Signals(-code).name}"
+        return f"{who} ended with exit code {code}"
+
+    async def end(self) -> None:
+        """SIGTERM, then SIGKILL if it does not listen. Fine if the process has ended."""
+        if self.process.returncode is not None:
+            return
+        try:
+            self.process.terminate()
+            async with asyncio.timeout(TERM_GRACE_S):
+                await self.process.wait()
+        except ProcessLookupError:
+            pass
+        except TimeoutError:
+            logger.warning("%s did not end after SIGTERM: killing it", self.name)
+            self.process.kill()
+            await self.process.wait()
+
+
+async def run_with_progress(
+    name: str, module: str, args: list[str], progress: Callable[[float, str], None]
+) -> dict[str, Any]:
+    """Run a tool that prints JSON lines {"progress", "detail"}; returns its last other line.
+
+    Raises ConfigError with the tool's exit code; its own message went to stderr.
+    """
+    child = await Child.start(name, module, *args, pipe=True)
+    result: dict[str, Any] = {}
+    try:
+        assert child.process.stdout is not None
+        async for line in child.process.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue  # a library's chatter
+            if not isinstance(message, dict):
+                continue
+            if "progress" in message:
+                progress(float(message["progress"]), str(message.get("detail", "")))
+            else:
+                result = message
+        await child.process.wait()
+    finally:
+        await child.end()
+    code = child.process.returncode
+    if code:
+        raise ConfigError(f"{child.describe_end()}: see above", exit_code=code if code > 0 else 70)
+    return result
