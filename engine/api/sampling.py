@@ -1,8 +1,8 @@
 """Sampling parameters: one type for HTTP requests, for the wire and for offline use."""
 
-import math
-
 import msgspec
+
+INT64_MAX = 2**63 - 1
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=False):
@@ -36,10 +36,10 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         stop: list[str] | str = self.stop
         if isinstance(stop, str):  # offline users may pass one string
             self.stop = [stop]
-        check_range("n", self.n, 1, 128)
+        check_int("n", self.n, 1, 128)
         check_range("temperature", self.temperature, 0.0, 2.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
-        check_range("top_k", self.top_k, -1, None)
+        check_int("top_k", self.top_k, -1, INT64_MAX)
         check_range("min_p", self.min_p, 0.0, 1.0)
         check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -47,12 +47,13 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.repetition_penalty == 0.0:
             raise ParamError("repetition_penalty", "repetition_penalty must be above 0, got 0")
         if self.max_tokens is not None:
-            check_range("max_tokens", self.max_tokens, 1, None)
-        check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
+        most = INT64_MAX if self.max_tokens is None else self.max_tokens
+        check_int("min_tokens", self.min_tokens, 0, most)
         if self.seed is not None:
-            check_range("seed", self.seed, -(2**63), 2**63 - 1)
+            check_int("seed", self.seed, -(2**63), INT64_MAX)
         if self.logprobs is not None:
-            check_range("logprobs", self.logprobs, 0, 20)
+            check_int("logprobs", self.logprobs, 0, 20)
         if len(self.stop) > 16:
             raise ParamError("stop", f"stop takes at most 16 strings, got {len(self.stop)}")
         for text in self.stop:
@@ -65,14 +66,15 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
                 "stop_token_ids",
                 f"stop_token_ids takes at most 128, got {len(self.stop_token_ids)}",
             )
+        for token_id in self.stop_token_ids:
+            check_int("stop_token_ids", token_id, 0, INT64_MAX, what="each of stop_token_ids")
         if len(self.logit_bias) > 1024:
             raise ParamError(
                 "logit_bias", f"logit_bias takes at most 1024 entries, got {len(self.logit_bias)}"
             )
         for token_id, bias in self.logit_bias.items():
+            check_int("logit_bias", token_id, 0, INT64_MAX, what="each token id of logit_bias")
             check_range("logit_bias", bias, -100.0, 100.0)
-            if token_id < 0:
-                raise ParamError("logit_bias", f"logit_bias has a negative token id: {token_id}")
 
     @property
     def is_greedy(self) -> bool:
@@ -95,13 +97,23 @@ class ParamError(ValueError):
         self.param = param
 
 
-def check_range(name: str, value: float, low: float, high: float | None) -> None:
-    """Raise ParamError unless `value` is a finite number in [low, high] (`high=None`: unbounded)."""
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise ParamError unless `value` is a finite number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParamError(name, f"{name} must be a number, got {value!r:.80}")
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ParamError(name, f"{name} must be {bounds}, got {value}")
+    if not low <= value <= high:  # false for NaN
+        raise ParamError(name, f"{name} must be between {low} and {high}, got {value!r:.80}")
+
+
+def check_int(name: str, value: int, low: int, high: int, what: str = "") -> None:
+    """Raise ParamError unless `value` is an integer in [low, high]. `what` says whose, if not the
+    field's own value is meant."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParamError(name, f"{what or name} must be an integer, got {value!r:.80}")
+    if not low <= value <= high:
+        is_open = high == INT64_MAX and value < low
+        bounds = f"at least {low}" if is_open else f"between {low} and {high}"
+        raise ParamError(name, f"{what or name} must be {bounds}, got {value!r:.80}")
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -25,6 +25,8 @@ from torch import Tensor
 from engine.ops import sample_cpu
 from engine.ops.philox import token_noise
 
+REFERENCE_ROWS = 4  # at a time: each takes about 200 bytes per token of the vocabulary
+
 
 @dataclass(slots=True)
 class DrawParams:
@@ -35,6 +37,15 @@ class DrawParams:
     top_k: npt.NDArray[np.int64]  # [n]
     top_p: npt.NDArray[np.float64]  # [n] above 0
     min_p: npt.NDArray[np.float64]  # [n]
+
+    def rows(self, part: slice) -> "DrawParams":
+        return DrawParams(
+            self.seeds[part],
+            self.positions[part],
+            self.top_k[part],
+            self.top_p[part],
+            self.min_p[part],
+        )
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,13 +85,16 @@ def sample(logits: Tensor, which: npt.NDArray[np.int64], draw: DrawParams) -> Te
 
 def reference(logits: Tensor, draw: DrawParams) -> Tensor:
     """What `sample` computes, as plainly as possible, for all rows of `logits` [n, V]."""
-    device = logits.device
-    scores = truncate(logits, draw).to(torch.float64)
-    seeds = torch.from_numpy(draw.seeds).to(device).unsqueeze(1)
-    positions = torch.from_numpy(draw.positions).to(device).unsqueeze(1)
-    token_ids = torch.arange(logits.shape[1], device=device).unsqueeze(0)
-    scores += token_noise(seeds, positions, token_ids)
-    return _first_equal(scores, scores.amax(-1))
+    token_ids = []
+    for first in range(0, len(logits), REFERENCE_ROWS):
+        part = slice(first, first + REFERENCE_ROWS)
+        scores = truncate(logits[part], draw.rows(part)).to(torch.float64)
+        seeds = torch.from_numpy(draw.seeds[part]).to(logits.device).unsqueeze(1)
+        positions = torch.from_numpy(draw.positions[part]).to(logits.device).unsqueeze(1)
+        vocabulary = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0)
+        scores += token_noise(seeds, positions, vocabulary)
+        token_ids.append(_first_equal(scores, scores.amax(-1)))
+    return torch.cat(token_ids)
 
 
 def truncate(logits: Tensor, draw: DrawParams) -> Tensor:

@@ -13,6 +13,8 @@ from engine.plan import RowInit
 
 Int64Array = npt.NDArray[np.int64]
 
+MIN_REPETITION_PENALTY = 1e-6
+
 
 class Needs(IntFlag):
     """Stages beyond one argmax over the raw logits. Rows without bits pay for none of them."""
@@ -58,10 +60,11 @@ class SamplingTable:
             self.top_k[row] = min(params.top_k, self.vocab_size)
             self.top_p[row] = params.top_p
             self.min_p[row] = params.min_p
-            self.seed[row] = as_int64(params.seed)
+            self.seed[row] = params.seed
         if params.has_penalties:
             needs |= Needs.PENALTIES
-            self.repetition[row] = params.repetition_penalty
+            # float32 could not divide by less
+            self.repetition[row] = max(params.repetition_penalty, MIN_REPETITION_PENALTY)
             self.frequency[row] = params.frequency_penalty
             self.presence[row] = params.presence_penalty
         bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < self.vocab_size}
@@ -101,8 +104,3 @@ class SamplingTable:
 def draws(params: SamplingParams) -> bool:
     """Whether more than the single best token can come out."""
     return not (params.is_greedy or params.top_k == 1 or params.top_p == 0.0)
-
-
-def as_int64(seed: int) -> int:
-    """The signed number with the same low 64 bits."""
-    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,49 @@
+"""SamplingParams refuses what it cannot mean, naming the field."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.api.sampling import ParamError, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("n", 0, "n must be between 1 and 128, got 0"),
+        ("n", 1.5, "n must be an integer, got 1.5"),
+        ("temperature", float("nan"), "temperature must be between 0.0 and 2.0, got nan"),
+        ("temperature", "hot", "temperature must be a number, got 'hot'"),
+        ("temperature", True, "temperature must be a number, got True"),
+        ("top_p", 1.01, "top_p must be between 0.0 and 1.0, got 1.01"),
+        ("top_k", -2, "top_k must be at least -1, got -2"),
+        ("top_k", 2.0, "top_k must be an integer, got 2.0"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be above 0, got 0"),
+        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("max_tokens", 10**400, "max_tokens must be between 1 and 9223372036854775807, got"),
+        ("min_tokens", 17, "min_tokens must be between 0 and 16, got 17"),
+        ("seed", 2**63, "seed must be between"),
+        ("logprobs", 21, "logprobs must be between 0 and 20, got 21"),
+        ("stop", [""], "each stop string must have 1 to 256 characters, got ''"),
+        ("stop_token_ids", [3, -1], "each of stop_token_ids must be at least 0, got -1"),
+        ("stop_token_ids", ["a"], "each of stop_token_ids must be an integer, got 'a'"),
+        ("logit_bias", {3: 101.0}, "logit_bias must be between -100.0 and 100.0, got 101.0"),
+        ("logit_bias", {"3": 1.0}, "each token id of logit_bias must be an integer, got '3'"),
+        ("logit_bias", {-3: 1.0}, "each token id of logit_bias must be at least 0, got -3"),
+    ],
+)
+def test_refused(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ParamError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert str(caught.value).startswith(message)
+
+
+def test_integers_are_numbers_where_numbers_are_wanted() -> None:
+    params = SamplingParams(temperature=1, top_p=0, frequency_penalty=-2, logit_bias={5: 3})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_without_max_tokens_min_tokens_has_no_bound() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=10**9).min_tokens == 10**9
