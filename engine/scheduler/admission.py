@@ -19,6 +19,8 @@ keeps the peak within the pool starts. Preemption becomes the exception; it stay
 expectations fail.
 """
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,42 +101,53 @@ class Admission(Protocol):
 
 
 class OutputLengths:
-    """Expected length of completions: the 90th percentile of the last ones.
+    """What completions of late have taken, and hence what a running one may still take.
 
     Chat clients send a large `max_tokens` or none, and few completions reach it; reserving for the
-    limit would leave most of the cache idle. The memory starts full of a guess and forgets it as
-    completions end. One that was cut by its limit says only "at least this long", so it counts only
-    when it is longer than what is expected.
+    limit would leave most of the cache idle. So each request is given a length drawn from those of
+    the last completions that were longer than it is already (the idea of "Past-Future Scheduler for
+    LLM Serving", Gong et al. 2025). Draws spread evenly over requests and stay the same for one
+    request: the sum over many is then close to the truth, which a high percentile for each is not.
+
+    The memory starts with a few guesses, as the first completions to end are the short ones. One that
+    was cut by its limit says only "at least this long": it counts only if longer than the average.
     """
 
     GUESS = 1024
+    NUM_GUESSES = 32
     MEMORY = 256
-    PERCENTILE = 90.0
     REFRESH = 16  # completions between two evaluations
+    GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, are spread evenly
 
     def __init__(self) -> None:
-        self.expected = self.GUESS
-        self._lengths = np.full(self.MEMORY, self.GUESS, np.int64)
+        self.mean = float(self.GUESS)
+        self._lengths = deque([self.GUESS] * self.NUM_GUESSES, maxlen=self.MEMORY)
+        self._sorted = sorted(self._lengths)
         self._count = 0
 
     def record(self, request: Request, reason: FinishReason) -> None:
         """Learn from a finished request; errors and aborts teach nothing."""
         length = request.num_output_tokens
-        if reason is FinishReason.LENGTH and length <= self.expected:
+        if reason is FinishReason.LENGTH and length <= self.mean:
             return
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self._lengths[self._count % self.MEMORY] = length
+        self._lengths.append(length)
         self._count += 1
         if self._count % self.REFRESH == 0:
-            self.expected = max(1, int(np.percentile(self._lengths, self.PERCENTILE)))
+            self._sorted = sorted(self._lengths)
+            self.mean = sum(self._sorted) / len(self._sorted)
 
     def final_kv_tokens(self, request: Request) -> int:
-        """Expected KV tokens at the request's end; at most its limit, at least what it holds."""
+        """KV tokens at the request's likely end; at most its limit."""
         done = len(request.token_ids) + request.num_uncommitted - request.num_prompt_tokens
-        output = self.expected
-        if done >= output:  # outlived the expectation: half as much again
+        first = bisect_right(self._sorted, done)
+        num_longer = len(self._sorted) - first
+        if num_longer == 0:  # outlived them all: half as much again
             output = done + max(64, done // 2)
+        else:
+            share = request.sequence * self.GOLDEN_RATIO % 1.0
+            output = self._sorted[first + int(share * num_longer)]
         return min(request.max_kv_tokens, request.num_prompt_tokens + output)
 
 

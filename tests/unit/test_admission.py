@@ -201,10 +201,10 @@ def test_large_limits_are_replaced_by_what_completions_really_take():
     request = make(10, 5000)
     assert lengths.final_kv_tokens(request) == 10 + OutputLengths.GUESS
     finish(lengths, 40, FinishReason.STOP, times=OutputLengths.MEMORY)
-    assert lengths.expected == 40
+    assert lengths.mean == 40
     assert lengths.final_kv_tokens(request) == 50
     assert lengths.final_kv_tokens(make(10, 20)) == 29  # its own limit is lower
-    request.token_ids.extend([0] * 100)  # outlived the expectation
+    request.token_ids.extend([0] * 100)  # outlived them all
     assert 110 < lengths.final_kv_tokens(request) < 10 + 5000
 
 
@@ -212,13 +212,19 @@ def test_aborts_errors_and_short_cuts_teach_nothing():
     lengths = OutputLengths()
     for reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.LENGTH):
         finish(lengths, 3, reason, times=OutputLengths.MEMORY)
-    assert lengths.expected == OutputLengths.GUESS
+    assert lengths.mean == OutputLengths.GUESS
     finish(lengths, 3000, FinishReason.LENGTH, times=OutputLengths.MEMORY)
-    assert lengths.expected == 3000
+    assert lengths.mean == 3000
 
 
-def test_expectation_is_a_high_percentile():
+def test_draws_spread_over_the_lengths_that_are_still_possible():
     lengths = OutputLengths()
     for length in np.tile(np.arange(1, 101), 4):
         finish(lengths, int(length), FinishReason.STOP)
-    assert 85 <= lengths.expected <= 95
+    fresh = [lengths.final_kv_tokens(make(5, None, i)) - 5 for i in range(200)]
+    assert 45 <= np.mean(fresh) <= 56
+    assert (min(fresh), max(fresh)) == (1, 100)
+    old = [lengths.final_kv_tokens(make(5, None, i, num_prior=60)) - 5 for i in range(200)]
+    assert min(old) == 61
+    assert 75 <= np.mean(old) <= 86
+    assert [lengths.final_kv_tokens(make(5, None, 7)) for _ in range(3)] == [fresh[7] + 5] * 3

@@ -51,6 +51,23 @@ def test_new_tables_leave_room_for_each_other_to_grow():
     pool.check_invariants()
 
 
+def test_no_cached_block_goes_before_its_turn_while_free_ones_are_plenty():
+    pool = BlockPool(41)
+    table = take(pool, 2)
+    pool.set_name(2, b"a")
+    pool.release(2)
+    for _ in range(60):  # many releases later
+        pool.acquire(2)
+        pool.release(2)
+    other = take(pool, 1)
+    pool.set_name(other[0], b"b")
+    for _ in range(60):
+        pool.release(other[0])
+        pool.acquire(other[0])
+    assert take(pool, 1, [table[0]])[-1] != 2
+    assert pool.find(b"a") == 2
+
+
 def test_room_is_a_preference_only():
     pool = BlockPool(6)
     table: list[int] = []

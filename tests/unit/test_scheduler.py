@@ -6,6 +6,7 @@ import pytest
 from engine.api.messages import AbortReason, FinishReason
 from engine.api.sampling import SamplingParams
 from engine.plan import RowLogprobs, StepPlan, StepResult
+from engine.request import RequestStatus
 from engine.scheduler.decisions import DecisionLog, Reason, StepRecord
 from engine.scheduler.draft import StepDraft
 from engine.scheduler.policy import WaitingQueue
@@ -165,6 +166,12 @@ def test_waiting_queue_keeps_order_and_finds_its_members():
         requests[i].priority = priority
         queue.add(requests[i])
     assert [r.req_id for r in queue] == [1, 3, 2, 0, 4]
+    preempted = make_request([1], req_id=9)
+    preempted.status = RequestStatus.PREEMPTED
+    preempted.arrival_ns = 5  # clocks may disagree with the order of arrival
+    queue.add(preempted)
+    assert queue.first() is preempted
+    queue.remove(preempted)
     queue.remove(requests[2])
     assert [r.req_id for r in queue] == [1, 3, 0, 4]
     with pytest.raises(KeyError):
@@ -467,6 +474,20 @@ def test_the_latest_request_gives_way_and_resumes_first(depth: int) -> None:
     for req_id in (1, 2, 3):
         expected = undisturbed(prompt_of(10, req_id), free_run(14), MODEL_LEN)
         assert engine.completions[req_id].tokens == expected
+    engine.assert_clean()
+
+
+def test_nobody_starts_in_a_step_that_lacked_blocks():
+    """Request 3 is preempted for request 1 and would fit again into what it gave back."""
+    engine = ToyEngine(num_blocks=9, admission="greedy", budget=64, prefix_caching=False)
+    engine.add(1, prompt_of(12, 1), free_run(8))
+    engine.add(2, prompt_of(8, 2), free_run(8))
+    engine.add(3, prompt_of(8, 3), free_run(8))
+    engine.run()
+    assert engine.scheduler.preemptions > 0
+    for record in engine.scheduler.log.steps():
+        reasons = {d.reason for d in record.decisions}
+        assert not {Reason.PREEMPTED_FOR, Reason.RESUMED} <= reasons
     engine.assert_clean()
 
 
