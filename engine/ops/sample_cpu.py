@@ -35,7 +35,7 @@ FIRST_BUDGET = 256  # candidates for top_p alone: most nuclei of a language mode
 BUDGET_GROWTH = 16
 GROUPS_PER_CANDIDATE = 3
 MIN_GROUPS = 256  # fewer would be slow: their maxima are taken as one vector
-CHUNK_BLOCKS = 24576  # Philox blocks at a time: enough to hide call overhead, few enough for caches
+CHUNK_BLOCKS = 12288  # Philox blocks at a time: enough to hide call overhead, few enough for caches
 LN2 = math.log(2.0)
 SLACK = 1e-3  # far above the rounding of bounds in float32
 

@@ -13,6 +13,7 @@ from engine.ops import sample_cpu
 from engine.ops.logprobs import reference_top_k, top_k_lowest_id
 from engine.ops.penalties import PenaltyParams, apply_penalties
 from engine.ops.penalties import reference as penalties_reference
+from engine.ops.philox import token_bits
 from engine.ops.sample import DrawParams, argmax, reference, sample
 from engine.plan import RowInit, StepResult
 from engine.runner.sampler import Sampler
@@ -158,6 +159,17 @@ def test_shortcuts_equal_plain_reference(vocab_size: int, scale: float | str) ->
     ]:
         draw = draw_params(6, top_k, top_p, min_p)
         assert torch.equal(sample(logits, np.arange(6), draw), reference(logits, draw))
+
+
+def test_flat_rows_are_won_by_the_smallest_uniforms() -> None:
+    """Winners of a flat row have coarse bits of 0 or little more: the fine bits decide."""
+    logits = random_logits((8, 40_003), 9, 0.1)
+    draw = draw_params(8)
+    drawn = sample(logits, np.arange(8), draw)
+    coarse, _ = token_bits(draw.seeds, draw.positions, drawn.numpy())
+    assert coarse.min() == 0
+    assert coarse.max() < 20
+    assert torch.equal(drawn, reference(logits, draw))
 
 
 def test_kept_tokens_at_every_budget() -> None:
