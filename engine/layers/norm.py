@@ -32,7 +32,8 @@ class QkNorm:
 
     def __init__(self, name: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self.name = name
-        self.heads = torch.tensor([num_heads, num_kv_heads])
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.weight: Tensor | None = None  # [num_heads + num_kv_heads, head_dim]
 
@@ -41,5 +42,5 @@ class QkNorm:
         return [Slot(name, (Source(name, (self.head_dim,)),)) for name in names]
 
     def take(self, tensors: list[Tensor]) -> None:
-        stacked = torch.stack(tensors)
-        self.weight = stacked.repeat_interleave(self.heads.to(stacked.device), 0)
+        q, k = tensors
+        self.weight = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)))

@@ -56,7 +56,7 @@ def reference(
     if qk_norm is not None:
         qk = rms_norm(qk, qk_norm, eps)
     # product and sum apart: a fused multiply-add would round differently here and there
-    swapped = qk.unflatten(-1, (2, head_dim // 2)).flip(-2).flatten(-2)
+    swapped = qk.roll(head_dim // 2, -1)
     rotated = (qk * cos).add_(swapped.mul_(sin))
     scatter(k_cache, slots, rotated[:, num_heads:])
     scatter(v_cache, slots, heads[:, num_rotated:])

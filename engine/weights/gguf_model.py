@@ -11,8 +11,9 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
+EMBEDDING = "token_embd.weight"
 TOP_LEVEL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    EMBEDDING: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
@@ -41,6 +42,13 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
             f"{gguf.path}: GGUF architecture {arch!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    num_parts = gguf.metadata.get("split.count", 1)
+    if num_parts > 1:
+        raise ConfigError(
+            f"{gguf.path}: this is one of {num_parts} parts; join them first (llama-gguf-split --merge)"
+        )
+    if EMBEDDING not in gguf.tensors:
+        raise ConfigError(f"{gguf.path}: no tensor {EMBEDDING}; is this a language model?")
     if gguf.metadata.get(f"{arch}.expert_count", 0):
         raise ConfigError(f"{gguf.path}: mixture-of-experts GGUF models are not supported yet")
     architecture, model_type = ARCHITECTURES[arch]
@@ -54,7 +62,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": gguf.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": gguf.require(f"{arch}.feed_forward_length"),
         "num_hidden_layers": gguf.require(f"{arch}.block_count"),

@@ -36,7 +36,8 @@ def load_model(
 ) -> Decoder:
     """Build the model of `config` and load its weights from `path` (directory or .gguf file).
 
-    `dummy` draws random weights from `seed` instead. `progress(fraction, what)` is called per layer.
+    `config.max_model_len` is the longest sequence that will be served: two rope kinds depend on it
+    (engine/layers/rotary.py). `dummy` draws random weights from `seed` instead of reading any. `progress(fraction, what)` is called per layer.
     Raises ConfigError naming layer, tensor and file if the checkpoint does not fit the config.
     """
     model = build_model(config, dtype, device)

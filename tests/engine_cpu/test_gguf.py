@@ -237,6 +237,7 @@ def test_command_line_prints_json_progress(llama_file: str, tmp_path: Path) -> N
         ),
         ({"tokenizer__ggml__model": "llama"}, "tokenizer of kind 'llama' cannot be taken"),
         ({"llama__expert_count": 8}, "mixture-of-experts"),
+        ({"split__count": 3}, "one of 3 parts; join them first"),
         ({"llama__rope__scaling__type": "longrope"}, "rope scaling 'longrope' is not supported"),
     ],
 )
