@@ -70,5 +70,8 @@ def prepare_inputs(
     logits_indices = np.zeros(max(len(sampled), min_tokens) if len(sampled) else 0, np.int64)
     logits_indices[: len(sampled)] = sampled
     return TokenInputs(
-        input_ids, torch.from_numpy(positions), torch.from_numpy(slots), torch.from_numpy(logits_indices)
+        input_ids,
+        torch.from_numpy(positions),
+        torch.from_numpy(slots),
+        torch.from_numpy(logits_indices),
     )
