@@ -234,14 +234,15 @@ async def wait_ready(
 ) -> float:
     """Seconds until /ready answers 200. Raises RuntimeError if the server ends or takes too long."""
     start = time.perf_counter()
-    bar = tqdm(desc="starting", bar_format="{desc}: {elapsed}", leave=False)
+    hidden = not sys.stderr.isatty()
+    bar = tqdm(desc="starting", bar_format="{desc}: {elapsed}", leave=False, disable=hidden)
     with bar:
         while time.perf_counter() - start < limit_s:
             if pid is not None and not is_running(pid):
                 raise RuntimeError("the server ended while starting")
             try:
                 async with session.get(f"{url}/ready") as response:
-                    if response.status == 200:
+                    if response.status in (200, 404):  # 404: a server without /ready
                         return time.perf_counter() - start
             except aiohttp.ClientConnectionError:
                 pass

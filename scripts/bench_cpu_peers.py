@@ -30,7 +30,10 @@ def transformers_engine(model_dir: Path, threads: int) -> Generate:
     """`model.generate` in float32, greedy, exact lengths."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.eval()
