@@ -52,6 +52,7 @@ class Request:
     num_prefill_tokens: int = 0  # tokens known at the last (re)start: what prefill must compute
     num_named_blocks: int = 0  # leading blocks of the table that are named, or whose name is taken
     num_shared_blocks: int = 0  # cached blocks others were using at the last (re)start
+    likely_kv_tokens: int = 0  # its expected end, for admission; drawn anew once outgrown
     num_preemptions: int = 0
     has_started: bool = False
 

@@ -106,8 +106,8 @@ class OutputLengths:
     Chat clients send a large `max_tokens` or none, and few completions reach it; reserving for the
     limit would leave most of the cache idle. So each request is given a length drawn from those of
     the last completions that were longer than it is already (the idea of "Past-Future Scheduler for
-    LLM Serving", Gong et al. 2025). Draws spread evenly over requests and stay the same for one
-    request: the sum over many is then close to the truth, which a high percentile for each is not.
+    LLM Serving", Gong et al. 2025). Draws spread evenly over requests, and one holds until it is
+    outgrown: the sum over many is then close to the truth, which a high percentile for each is not.
 
     The memory starts with a few guesses, as the first completions to end are the short ones. One that
     was cut by its limit says only "at least this long": it counts only if longer than the average.
@@ -138,7 +138,7 @@ class OutputLengths:
             self._sorted = sorted(self._lengths)
             self.mean = sum(self._sorted) / len(self._sorted)
 
-    def final_kv_tokens(self, request: Request) -> int:
+    def draw_kv_tokens(self, request: Request) -> int:
         """KV tokens at the request's likely end; at most its limit."""
         done = len(request.token_ids) + request.num_uncommitted - request.num_prompt_tokens
         first = bisect_right(self._sorted, done)
@@ -146,7 +146,7 @@ class OutputLengths:
         if num_longer == 0:  # outlived them all: half as much again
             output = done + max(64, done // 2)
         else:
-            share = request.sequence * self.GOLDEN_RATIO % 1.0
+            share = (request.sequence + done) * self.GOLDEN_RATIO % 1.0
             output = self._sorted[first + int(share * num_longer)]
         return min(request.max_kv_tokens, request.num_prompt_tokens + output)
 
@@ -202,10 +202,11 @@ class PeakAdmission:
 
     def _outlook(self, request: Request, num_shared_blocks: int) -> tuple[int, int]:
         """Own tokens (held, to come)."""
-        held = max(request.num_computed, len(request.token_ids))
-        to_come = max(0, self._lengths.final_kv_tokens(request) - held)
-        held = min(held, request.max_kv_tokens) - num_shared_blocks * self._block_size
-        return held, to_come
+        held = len(request.token_ids)
+        if request.likely_kv_tokens < held:
+            request.likely_kv_tokens = self._lengths.draw_kv_tokens(request)
+        to_come = max(0, request.likely_kv_tokens - held)
+        return held - num_shared_blocks * self._block_size, to_come
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

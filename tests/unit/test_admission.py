@@ -199,13 +199,13 @@ def finish(lengths: OutputLengths, num_output: int, reason: FinishReason, times:
 def test_large_limits_are_replaced_by_what_completions_really_take():
     lengths = OutputLengths()
     request = make(10, 5000)
-    assert lengths.final_kv_tokens(request) == 10 + OutputLengths.GUESS
+    assert lengths.draw_kv_tokens(request) == 10 + OutputLengths.GUESS
     finish(lengths, 40, FinishReason.STOP, times=OutputLengths.MEMORY)
     assert lengths.mean == 40
-    assert lengths.final_kv_tokens(request) == 50
-    assert lengths.final_kv_tokens(make(10, 20)) == 29  # its own limit is lower
+    assert lengths.draw_kv_tokens(request) == 50
+    assert lengths.draw_kv_tokens(make(10, 20)) == 29  # its own limit is lower
     request.token_ids.extend([0] * 100)  # outlived them all
-    assert 110 < lengths.final_kv_tokens(request) < 10 + 5000
+    assert 110 < lengths.draw_kv_tokens(request) < 10 + 5000
 
 
 def test_aborts_errors_and_short_cuts_teach_nothing():
@@ -221,10 +221,10 @@ def test_draws_spread_over_the_lengths_that_are_still_possible():
     lengths = OutputLengths()
     for length in np.tile(np.arange(1, 101), 4):
         finish(lengths, int(length), FinishReason.STOP)
-    fresh = [lengths.final_kv_tokens(make(5, None, i)) - 5 for i in range(200)]
+    fresh = [lengths.draw_kv_tokens(make(5, None, i)) - 5 for i in range(200)]
     assert 45 <= np.mean(fresh) <= 56
     assert (min(fresh), max(fresh)) == (1, 100)
-    old = [lengths.final_kv_tokens(make(5, None, i, num_prior=60)) - 5 for i in range(200)]
+    old = [lengths.draw_kv_tokens(make(5, None, i, num_prior=60)) - 5 for i in range(200)]
     assert min(old) == 61
     assert 75 <= np.mean(old) <= 86
-    assert [lengths.final_kv_tokens(make(5, None, 7)) for _ in range(3)] == [fresh[7] + 5] * 3
+    assert [lengths.draw_kv_tokens(make(5, None, 7)) for _ in range(3)] == [fresh[7] + 5] * 3
