@@ -162,9 +162,11 @@ async def write_stream(
 async def end_with_error(
     request: web.Request, response: web.StreamResponse, error: ApiError
 ) -> web.StreamResponse:
-    """The error event, and no [DONE]: clients take [DONE] for success."""
+    """The error event, and no [DONE]: clients take [DONE] for success.
+
+    The TCP connection stays: its keep-alive was promised, and a client may be reusing it already.
+    """
     request[NOTES].stream_error = error.code
-    response.force_close()
     try:
         await response.write(sse.event(error.body(request[NOTES].request_id)))
         await response.write_eof()

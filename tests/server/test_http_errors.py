@@ -1,0 +1,364 @@
+"""Every refusal: status, code, and the exact path of what is wrong."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from engine.api.messages import RequestError
+from tests.server.conftest import Site, running_site
+from tests.server.fake_backend import Script
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*USER, fields]}
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "messages", "missing_field"),
+    ({"messages": []}, "messages", "missing_field"),
+    ({"messages": "Hi"}, "messages", "invalid_type"),
+    ({"messages": ["Hi"]}, "messages[0]", "invalid_type"),
+    (message(content="x"), "messages[1].role", "missing_field"),
+    (message(role="robot", content="x"), "messages[1].role", "invalid_value"),
+    (message(role="user"), "messages[1].content", "missing_field"),
+    (message(role="user", content=None), "messages[1].content", "invalid_type"),
+    (message(role="user", content=3), "messages[1].content", "invalid_type"),
+    (message(role="user", content=[{"text": "x"}]), "messages[1].content[0].type", "missing_field"),
+    (
+        message(role="user", content=[{"type": "text"}]),
+        "messages[1].content[0].text",
+        "missing_field",
+    ),
+    (
+        message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+        "messages[1].content[0].type",
+        "unsupported_content_type",
+    ),
+    (
+        message(role="user", content=[{"type": "hologram"}]),
+        "messages[1].content[0].type",
+        "invalid_value",
+    ),
+    (message(role="tool", content="4"), "messages[1].tool_call_id", "missing_field"),
+    (
+        message(role="assistant", tool_calls=[{"function": {}}]),
+        "messages[1].tool_calls[0].function.name",
+        "missing_field",
+    ),
+    ({"messages": USER, "top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    (
+        {"messages": USER, "logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "invalid_value",
+    ),
+    ({"messages": USER, "logprobs": True, "top_logprobs": "3"}, "top_logprobs", "invalid_type"),
+    ({"messages": USER, "logprobs": 1}, "logprobs", "invalid_type"),
+    ({"messages": USER, "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+    ({"messages": USER, "tools": []}, "tools", "unsupported_value"),
+    ({"messages": USER, "tool_choice": "auto"}, "tool_choice", "unsupported_value"),
+    ({"messages": USER, "echo": True}, "echo", "unsupported_value"),
+    ({"messages": USER, "modalities": ["audio"]}, "modalities", "unsupported_value"),
+    ({"messages": USER, "chat_template": "x"}, "chat_template", "unsupported_value"),
+    (
+        {"messages": USER, "response_format": {"type": "json_object"}},
+        "response_format.type",
+        "unsupported_value",
+    ),
+    (
+        {"messages": USER, "add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        "invalid_value",
+    ),
+    ({"messages": USER, "continue_final_message": True}, "continue_final_message", "invalid_value"),
+]
+
+
+async def test_bad_chats(site: Site) -> None:
+    for body, param, code in BAD_CHATS:
+        status, answer = await site.post(CHAT, body)
+        error = answer["error"]
+        assert (status, error["param"], error["code"]) == (400, param, code), body
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+    assert site.backend.generates == []
+
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "missing_field"),
+    ({"prompt": None}, "prompt", "missing_field"),
+    ({"prompt": 3}, "prompt", "invalid_type"),
+    ({"prompt": []}, "prompt", "empty_prompt"),
+    ({"prompt": [[]]}, "prompt[0]", "empty_prompt"),
+    ({"prompt": ["a", [1]]}, "prompt[1]", "invalid_type"),
+    ({"prompt": [1, "a"]}, "prompt[1]", "invalid_type"),
+    ({"prompt": [1, True]}, "prompt[1]", "invalid_type"),
+    ({"prompt": [[1], [2, -3]]}, "prompt[1][1]", "invalid_token_id"),
+    ({"prompt": ["x"] * 1025}, "prompt", "invalid_value"),
+    ({"prompt": "x", "temperature": 2.1}, "temperature", "invalid_value"),
+    ({"prompt": "x", "temperature": "1"}, "temperature", "invalid_type"),
+    ({"prompt": "x", "temperature": True}, "temperature", "invalid_type"),
+    ({"prompt": "x", "top_p": -0.1}, "top_p", "invalid_value"),
+    ({"prompt": "x", "top_k": 1.5}, "top_k", "invalid_type"),
+    ({"prompt": "x", "min_p": 1.01}, "min_p", "invalid_value"),
+    ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"prompt": "x", "seed": 2**63}, "seed", "invalid_value"),
+    ({"prompt": "x", "n": 0}, "n", "invalid_value"),
+    ({"prompt": "x", "n": True}, "n", "invalid_type"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens", "invalid_value"),
+    ({"prompt": "x", "stop": ""}, "stop", "invalid_value"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop", "invalid_value"),
+    ({"prompt": "x", "stop": ["a", 1]}, "stop[1]", "invalid_type"),
+    ({"prompt": "x", "stop_token_ids": [1, "a"]}, "stop_token_ids[1]", "invalid_type"),
+    ({"prompt": "x", "stop_token_ids": [1, 1000]}, "stop_token_ids[1]", "invalid_token_id"),
+    ({"prompt": "x", "logit_bias": {"1000": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"abc": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1.5": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1": "NaN"}}, "logit_bias", "invalid_type"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value"),
+    ({"prompt": "x", "logprobs": 1, "echo": True}, "logprobs", "unsupported_value"),
+    ({"prompt": "x", "stream": 1}, "stream", "invalid_type"),
+    ({"prompt": "x", "stream_options": {}}, "stream_options", "invalid_value"),
+    (
+        {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+        "invalid_type",
+    ),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "unsupported_value"),
+    ({"prompt": "x", "best_of": 2}, "best_of", "unsupported_value"),
+    ({"prompt": "x", "n": 2, "best_of": 1}, "best_of", "invalid_value"),
+    ({"prompt": "x", "use_beam_search": True}, "use_beam_search", "unsupported_value"),
+    ({"prompt": "x", "guided_regex": "a+"}, "guided_regex", "unsupported_value"),
+    ({"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs", "unsupported_value"),
+    ({"prompt": "x", "allowed_token_ids": [1]}, "allowed_token_ids", "unsupported_value"),
+    ({"prompt": "x", "logits_processors": ["os"]}, "logits_processors", "unsupported_value"),
+    ({"prompt": "x", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "unsupported_value"),
+    ({"prompt": "x", "priority": 2**31}, "priority", "invalid_value"),
+    ({"prompt": "x", "cache_salt": ""}, "cache_salt", "invalid_value"),
+    # The first error in the text is reported.
+    ({"top_p": 7, "temperature": 7, "prompt": 7}, "top_p", "invalid_value"),
+]
+
+
+async def test_bad_completions(site: Site) -> None:
+    for body, param, code in BAD_COMPLETIONS:
+        status, answer = await site.post(TEXT, body)
+        error = answer["error"]
+        assert (status, error["param"], error["code"]) == (400, param, code), (body, error)
+    assert site.backend.generates == []
+
+
+GOOD: list[dict[str, Any]] = [
+    {"temperature": None, "stop": None, "tools": None, "logit_bias": None, "n": None},
+    {"max_tokens": 5.0, "top_k": 0, "seed": -1, "n": 1.0},
+    {"top_p": 0, "temperature": 0},
+    {"logit_bias": {"999": -100}, "stop_token_ids": [0]},
+    {"suffix": "", "best_of": 1, "use_beam_search": False, "logits_processors": []},
+    {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto"},
+    {"stop": "x", "include_stop_str_in_output": True, "response_format": {"type": "text"}},
+    {"logprobs": True},
+    {"logprobs": False},
+    {"spaces_between_special_tokens": True, "length_penalty": 1.0, "bad_words": []},
+    {"priority": -5, "cache_salt": "tenant", "seed": 2**63 - 1},
+]
+
+
+async def test_neutral_values_pass(site: Site) -> None:
+    for fields in GOOD:
+        status, answer = await site.post(TEXT, {"prompt": "x", **fields})
+        assert status == 200, (fields, answer)
+    assert site.backend.generates[1].params.seed is None
+    assert site.backend.generates[1].params.max_tokens == 5
+    assert site.backend.generates[-1].cache_salt == "tenant"
+
+
+async def test_unknown_fields_are_listed(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "x", "frobnicate": 1, "zap": None}
+    for _ in range(2):
+        status, headers, _ = await site.post_full(TEXT, body)
+        assert status == 200
+        assert headers["X-Ignored-Fields"] == "frobnicate,zap"
+    warnings = [r for r in caplog.records if "frobnicate" in r.getMessage()]
+    assert len(warnings) == 1
+    status, headers, _ = await site.post_full(TEXT, {"prompt": "x", "bad\r\nname": 1})
+    assert status == 200
+    assert "X-Ignored-Fields" not in headers
+
+
+BAD_BODIES: list[tuple[bytes, str, str | None]] = [
+    (b"", "empty_body", None),
+    (b"  \n", "empty_body", None),
+    (b"{", "invalid_json", None),
+    (b'{"prompt": "x", "temperature": NaN}', "invalid_json", None),
+    (b'{"prompt": "x", "temperature": Infinity}', "invalid_json", None),
+    (b"[1]", "invalid_json", None),
+    (b'"text"', "invalid_json", None),
+    (b"\xff\xfe", "invalid_json", None),
+    (b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", "invalid_json", None),
+    (b'{"a":' + b"[" * 100000 + b"]" * 100000 + b"}", "invalid_json", None),
+    (b'{"prompt": ["x", "\\ud800"]}', "invalid_unicode", "prompt[1]"),
+    (b'{"prompt": "x", "stop": ["\\udfff"]}', "invalid_unicode", "stop[0]"),
+]
+
+
+async def test_bad_bodies(site: Site) -> None:
+    headers = {"Content-Type": "application/json"}
+    for data, code, param in BAD_BODIES:
+        status, answer = await site.post(TEXT, data=data, headers=headers)
+        error = answer["error"]
+        assert (status, error["code"], error["param"]) == (400, code, param), data[:60]
+    many_brackets = json.dumps({"prompt": "{[" * 200}).encode()
+    status, _ = await site.post(TEXT, data=many_brackets, headers=headers)
+    assert status == 200, "brackets inside strings are text"
+    repeated = b'{"prompt": 3, "prompt": "x"}'
+    status, _ = await site.post(TEXT, data=repeated, headers=headers)
+    assert status == 200, "the last of repeated keys wins"
+
+
+async def test_media_type_and_size() -> None:
+    async with running_site(max_body_size=100) as site:
+        status, answer = await site.post(TEXT, data=b"{}", headers={"Content-Type": "text/plain"})
+        assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+        status, answer = await site.post(TEXT, {"prompt": "x" * 100})
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+        async def chunks() -> Any:  # no Content-Length
+            for _ in range(4):
+                yield b" " * 50
+
+        headers = {"Content-Type": "application/json"}
+        status, answer = await site.post(TEXT, data=chunks(), headers=headers)
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+        status, _ = await site.post(TEXT, {"prompt": "x"})
+        assert status == 200
+
+
+async def test_paths_and_methods(site: Site) -> None:
+    status, answer = await site.get("/v1/nothing")
+    assert (status, answer["error"]["code"]) == (404, "unknown_url")
+    assert answer["error"]["type"] == "not_found_error"
+    async with site.session.get(site.url + TEXT) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert (await response.json())["error"]["code"] == "method_not_allowed"
+    status, headers, answer = await site.post_full("/v1/embeddings", {"input": "x"})
+    assert (status, answer["error"]["code"]) == (501, "not_implemented")
+    assert headers["x-should-retry"] == "false"
+    status, _ = await site.post(TEXT + "/", {"prompt": "x"})
+    assert status == 200
+    async with site.session.head(site.url + "/health") as response:
+        assert response.status == 200
+    status, answer = await site.get("/v1/models/none")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_names_with_slashes() -> None:
+    async with running_site(served_model_name=["org/Model-1", "alias"]) as site:
+        status, answer = await site.get("/v1/models/org/Model-1")
+        assert (status, answer["root"]) == (200, "org/Model-1")
+        status, answer = await site.post(TEXT, {"prompt": "x", "model": "alias"})
+        assert (status, answer["model"]) == (200, "alias")
+        status, answer = await site.post(TEXT, {"prompt": "x"})
+        assert (status, answer["error"]["param"]) == (400, "model")
+        status, answer = await site.post(TEXT, {"prompt": "x", "model": "ALIAS"})
+        assert status == 404
+
+
+async def test_request_ids(site: Site) -> None:
+    for wanted, echoed in (("my-id.7", True), ("x" * 129, False), ("a b", False)):
+        _, headers, _ = await site.post_full(
+            TEXT, {"prompt": "x"}, headers={"X-Request-Id": wanted}
+        )
+        assert (headers["X-Request-Id"] == wanted) is echoed
+        assert headers["X-Request-Id"]
+    _, headers, _ = await site.post_full(TEXT, {"prompt": "x", "request_id": "from-body"})
+    assert headers["X-Request-Id"] == "from-body"
+    answers = await asyncio.gather(
+        *(site.post(TEXT, {"prompt": "x", "request_id": "same"}) for _ in range(3))
+    )
+    assert [status for status, _ in answers] == [200] * 3
+    assert len({g.req_id for g in site.backend.generates}) == len(site.backend.generates)
+
+
+def rejection(status: int, code: str, param: str | None) -> Any:
+    return lambda g: Script(
+        error=RequestError(
+            req_id=g.req_id, n=g.params.n, status=status, code=code, message="No.", param=param
+        )
+    )
+
+
+async def test_errors_from_the_tokenizer(site: Site) -> None:
+    """Whether streamed or not: nothing has been sent yet, so the status is real."""
+    site.backend.script = rejection(400, "context_length_exceeded", "prompt")
+    for stream in (False, True):
+        for prompt, param in (("x", "prompt"), (["x", "y"], "prompt[0]")):
+            status, answer = await site.post(TEXT, {"prompt": prompt, "stream": stream})
+            assert status == 400
+            assert answer["error"]["code"] == "context_length_exceeded"
+            assert answer["error"]["param"] == param
+    site.backend.script = rejection(503, "queue_timeout", None)
+    status, headers, answer = await site.post_full(TEXT, {"prompt": "x"})
+    assert status == 503
+    assert headers["Retry-After"] == "1"
+    assert answer["error"]["message"].endswith(headers["X-Request-Id"])
+    assert site.service.client.num_live == 0
+
+
+async def test_queue_limit() -> None:
+    async with running_site(max_queued_requests=2) as site:
+        site.backend.script = lambda g: Script(hold="queued")
+        waiting = [asyncio.create_task(site.post(TEXT, {"prompt": "x"})) for _ in range(2)]
+        while site.service.client.num_queued < 2:
+            await asyncio.sleep(0.005)
+        status, headers, answer = await site.post_full(TEXT, {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert int(headers["Retry-After"]) >= 1
+        assert (await site.get("/ready"))[0] == 503
+        assert (await site.get("/health"))[0] == 200
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_bug_is_a_500_and_the_server_lives(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("secret /path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(site.service.client, "generate", broken)
+        status, headers, answer = await site.post_full(TEXT, {"prompt": "x"})
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert answer["error"]["message"].endswith(headers["X-Request-Id"])
+    assert "secret" not in json.dumps(answer)
+    assert "secret /path" in caplog.text
+    assert (await site.post(TEXT, {"prompt": "x"}))[0] == 200
+
+
+async def test_malformed_http(site: Site) -> None:
+    host, port = site.url.removeprefix("http://").split(":")
+    for request, expected in (
+        (b"GET /" + b"x" * 20000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"431"),
+        (b"GET /live HTTP/1.1\r\nHost: a\r\nBroken\r\n\r\n", b"400"),
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        assert answer.split(b" ", 2)[1] == expected
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"application/json" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,124 @@
+"""/metrics: the names that dashboards read, and numbers that add up."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.metrics import Histogram
+from tests.server.conftest import Site, eventually
+from tests.server.fake_backend import Script
+
+DASHBOARD_NAMES = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_swapped",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:cpu_cache_usage_perc",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:num_preemptions_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:time_per_output_token_seconds_bucket",
+    "vllm:request_time_per_output_token_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_queue_time_seconds_bucket",
+    "vllm:request_inference_time_seconds_bucket",
+    "vllm:request_prefill_time_seconds_bucket",
+    "vllm:request_decode_time_seconds_bucket",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_params_n_bucket",
+    "vllm:request_params_max_tokens_bucket",
+    "vllm:request_max_num_generation_tokens_bucket",
+    "vllm:iteration_tokens_total_bucket",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:gpu_prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_hits_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:cache_config_info",
+    "srv:http_requests_total",
+    "srv:queue_limit",
+    "srv:free_blocks",
+    "srv:process_resident_memory_bytes",
+]
+
+
+async def samples(site: Site) -> dict[str, float]:
+    """Sum of each metric's samples over its labels, by sample name."""
+    async with site.session.get(site.url + "/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = await response.text()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+async def test_every_dashboard_name_exists(site: Site) -> None:
+    await site.post("/v1/completions", {"prompt": "x"})
+    found = await samples(site)
+    assert [name for name in DASHBOARD_NAMES if name not in found] == []
+
+
+async def test_counts_of_requests(site: Site) -> None:
+    site.backend.script = lambda g: Script(["a", "b", "c"], tokens_per_piece=2, prompt_tokens=9)
+    await site.post("/v1/completions", {"prompt": "x", "n": 2, "max_tokens": 7})
+    await site.post("/v1/completions", {"prompt": "x", "temperature": 9})
+    found = await samples(site)
+    assert found["vllm:request_success_total"] == 2
+    assert found["vllm:e2e_request_latency_seconds_count"] == 2
+    assert found["vllm:time_to_first_token_seconds_count"] == 2
+    assert found["vllm:inter_token_latency_seconds_count"] == 2 * 4, "a gap for each later token"
+    assert found["vllm:request_generation_tokens_sum"] == 12
+    assert found["vllm:request_prompt_tokens_sum"] == 18
+    assert found["vllm:request_params_n_sum"] == 2
+    assert found["vllm:request_params_max_tokens_sum"] == 7
+    assert found["vllm:request_queue_time_seconds_sum"] == pytest.approx(2 * 0.0015)
+    assert await site.metric('srv:rejected_requests_total{code="invalid_value"') == 1
+    assert await site.metric('vllm:request_success_total{engine="0",finished_reason="stop"') == 2
+
+
+async def test_engine_statistics(site: Site) -> None:
+    site.backend.stats(steps=1)
+    site.backend.stats(
+        num_running=3,
+        num_waiting=2,
+        num_free_blocks=25,
+        steps=3,
+        step_seconds=0.02,
+        prompt_tokens=40,
+        generation_tokens=20,
+        prefix_query_tokens=40,
+        prefix_hit_tokens=16,
+        preemptions=1,
+    )
+    status = site.service.client.status
+    await eventually(lambda: status.stats is not None and status.stats.num_running == 3)
+    found = await samples(site)
+    assert found["vllm:num_requests_running"] == 3
+    assert found["vllm:num_requests_waiting"] == 2
+    assert found["vllm:kv_cache_usage_perc"] == 0.75
+    assert found["vllm:prompt_tokens_total"] == 40
+    assert found["vllm:generation_tokens_total"] == 20
+    assert found["vllm:prefix_cache_hits_total"] == 16
+    assert found["vllm:num_preemptions_total"] == 1
+    assert found["vllm:iteration_tokens_total_sum"] == 60
+    assert found["vllm:iteration_tokens_total_count"] == 2
+    site.backend.stats(num_free_blocks=100, steps=3)
+    await eventually(lambda: status.stats is not None and status.stats.num_running == 0)
+    found = await samples(site)
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    assert found["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 5.0):
+        histogram.observe(value)
+    histogram.observe(2.0, times=3)
+    assert histogram.buckets() == [("1.0", 2.0), ("2.0", 6.0), ("+Inf", 7.0)]
+    assert histogram.total == 14.0
