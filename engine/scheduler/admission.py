@@ -13,7 +13,7 @@ request ends, so it is enough to look at those:
            |__/            |__      peak = max over ends of the sum of holders at that moment
            +-------------------- steps
 
-With requests sorted by what is still to come, longest first, the i-th end finds requests 0..i alive:
+Sort requests by what is still to come, longest first: the i-th end finds requests 0..i alive, so
 demand_i = sum(held[0..i]) + (i + 1) * to_come[i]. One sort and one cumulative sum. A candidate that
 keeps the peak within the pool starts. Preemption becomes the exception; it stays correct when
 expectations fail.
@@ -55,8 +55,8 @@ def why_never(
     if num_prompt >= max_model_len:
         message = (
             f"The prompt has {num_prompt} tokens, which leaves no room for a completion in the "
-            f"context of {max_model_len} tokens. Shorten it to {max_model_len - 1} or fewer, or start "
-            "the server with a larger --max-model-len."
+            f"context of {max_model_len} tokens. Shorten it to {max_model_len - 1} or fewer, or "
+            "start the server with a larger --max-model-len."
         )
         return Rejection("context_length_exceeded", message, num_prompt, max_model_len)
     need, have = kv.blocks_for(request.max_kv_tokens), kv.num_usable_blocks
@@ -64,14 +64,14 @@ def why_never(
         num_output = request.max_total_tokens - num_prompt
         message = (
             f"{num_prompt} prompt tokens and up to {num_output} new ones need {need} KV blocks of "
-            f"{kv.block_size} tokens, but the cache has {have}. Lower max_tokens, shorten the prompt, "
-            "or start the server with a larger KV cache."
+            f"{kv.block_size} tokens, but the cache has {have}. Lower max_tokens, shorten the "
+            "prompt, or start the server with a larger KV cache."
         )
         return Rejection("exceeds_kv_capacity", message, need, have)
     if max_prompt_tokens is not None and num_prompt > max_prompt_tokens:
         message = (
-            f"The prompt has {num_prompt} tokens, but a step computes at most {max_prompt_tokens} and "
-            "chunked prefill is off. Shorten the prompt, or start the server with "
+            f"The prompt has {num_prompt} tokens, but a step computes at most {max_prompt_tokens} "
+            "and chunked prefill is off. Shorten the prompt, or start the server with "
             "--enable-chunked-prefill or a larger --max-num-batched-tokens."
         )
         return Rejection("context_length_exceeded", message, num_prompt, max_prompt_tokens)
@@ -91,10 +91,10 @@ class Verdict:
 
 
 class Admission(Protocol):
-    """Decides for one step, candidate after candidate. A lone request that fits the pool is admitted."""
+    """Decides for one step, candidate after candidate. A lone request that fits always starts."""
 
     def check(self, request: Request, num_shared_blocks: int) -> Verdict:
-        """Would it fit? `num_shared_blocks`: of its cached prefix, blocks that others hold already."""
+        """Would it fit? `num_shared_blocks`: blocks of its cached prefix that others hold."""
 
     def admit(self, request: Request) -> None:
         """It has started: count it in. `request.num_shared_blocks` is set."""
@@ -109,8 +109,8 @@ class OutputLengths:
     LLM Serving", Gong et al. 2025). Draws spread evenly over requests, and one holds until it is
     outgrown: the sum over many is then close to the truth, which a high percentile for each is not.
 
-    The memory starts with a few guesses, as the first completions to end are the short ones. One that
-    was cut by its limit says only "at least this long": it counts only if longer than the average.
+    The memory starts with a few guesses, as the first completions to end are the short ones. One
+    that was cut by its limit says only "at least this long": it counts only if above average.
     """
 
     GUESS = 1024
@@ -168,8 +168,8 @@ class GreedyAdmission:
 class PeakAdmission:
     """Start what keeps the future peak within the pool.
 
-    A shared block is charged to the request that brought it. Blocks whose bringer is gone are charged
-    once, as if they stayed for ever. `need` is an upper bound: each request may round up by a block.
+    A shared block is charged to the request that brought it. Blocks whose bringer is gone are
+    charged once, as if they stayed for ever. `need` rounds each request up by at most a block.
     """
 
     def __init__(
