@@ -1,0 +1,241 @@
+"""The command line: spellings, files, and one helpful line for everything that cannot work."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.api.config import ConfigError
+from server.cli import main, parse
+from server.model_check import check_model, sampling_defaults
+from server.settings_check import check_settings
+from tests.server.conftest import ROOT
+
+
+def test_defaults() -> None:
+    server, engine = parse([])
+    assert (server.host, server.port, server.served_model_name) == ("127.0.0.1", 8000, [])
+    assert (engine.model, engine.enable_prefix_caching, engine.dtype) == ("", True, "auto")
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["/m"], "model", "/m"),
+        (["--model", "/m"], "model", "/m"),
+        (["--model=/m"], "model", "/m"),
+        (["--max-model-len", "8k"], "max_model_len", "8k"),
+        (["--max_model_len=8k"], "max_model_len", "8k"),
+        (["--num-gpu-blocks-override", "7"], "num_blocks", 7),
+        (["--disable-prefix-caching"], "enable_prefix_caching", False),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--no_enable_prefix_caching"], "enable_prefix_caching", False),
+        (["--enable-prefix-caching"], "enable_prefix_caching", True),
+        (["--enable-chunked-prefill", "false"], "enable_chunked_prefill", False),
+        (["--enable-chunked-prefill=False"], "enable_chunked_prefill", False),
+        (["--enforce-eager"], "enforce_eager", True),
+        (["--enforce-eager", "/m"], "enforce_eager", True),
+        (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
+        (["--dtype", "half"], "dtype", "half"),
+        # What vLLM's users also write, and what changes nothing here:
+        (["--tensor-parallel-size", "1", "--dtype", "half"], "dtype", "half"),
+        (["--kv-cache-dtype=auto", "--swap-space", "0", "/m"], "model", "/m"),
+        (["--disable-log-stats", "/m"], "model", "/m"),
+    ],
+)
+def test_engine_flags(argv: list[str], field: str, value: object) -> None:
+    _, engine = parse(argv)
+    assert getattr(engine, field) == value
+
+
+def test_server_flags() -> None:
+    server, engine = parse(
+        ["/m", "--served-model-name", "a", "B-1", "--port=0", "--enable-log-requests"]
+    )
+    assert (server.served_model_name, server.port, engine.model) == (["a", "B-1"], 0, "/m")
+    assert server.enable_log_requests
+    assert not parse(["--disable-log-requests"])[0].enable_log_requests
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--max-modle-len", "3"], ["--max-modle-len", "did you mean --max-model-len"]),
+        (["--frobnicate"], ["--frobnicate", "--help"]),
+        (["--port", "many"], ["--port", "many"]),
+        (["--dtype", "int4"], ["--dtype", "int4", "bfloat16"]),
+        (["/a", "/b"], ["/b", "once"]),
+        (["/a", "--model", "/b"], ["/a", "/b"]),
+        (["--enforce-eager=maybe"], ["--enforce-eager"]),
+        (["--tensor-parallel-size", "2"], ["--tensor-parallel-size 2", "only 1"]),
+        (["--tensor_parallel_size=2"], ["--tensor-parallel-size 2"]),
+        (["--quantization", "awq"], ["--quantization awq"]),
+        (["--swap-space", "4"], ["--swap-space 4", "only 0"]),
+        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype fp8", "auto"]),
+        (["--trust-remote-code"], ["--trust-remote-code", "never run"]),
+        (["--enable-lora"], ["LoRA"]),
+        (["--speculative-model", "/x"], ["speculative"]),
+        (["--api-key", "k"], ["--api-key", "proxy"]),
+        (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+    ],
+)
+def test_refused(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--max-model-len", "lots"], ["--max-model-len lots", "8k"]),
+        (["--max-num-batched-tokens", "8", "--max-num-seqs", "16"], ["at least 16"]),
+        (
+            [
+                "--no-enable-chunked-prefill",
+                "--max-num-batched-tokens=100",
+                "--max-model-len=1k",
+            ],
+            ["1024", "chunked"],
+        ),
+        (["--gpu-memory-utilization", "90"], ["90"]),
+        (["--gpu-memory-utilization", "nan"], ["nan"]),
+        (["--port", "70000"], ["70000"]),
+        (["--max-num-seqs", "-1"], ["--max-num-seqs -1"]),
+        (["--chat-template", "/nowhere.jinja"], ["/nowhere.jinja"]),
+        (["--drain-timeout", "-2"], ["--drain-timeout"]),
+    ],
+)
+def test_contradictions(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(*parse(argv))
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "model: /m\nmax_num_seqs: 3\nserved-model-name: [a, b]\nenforce-eager: true\n"),
+        (
+            "c.toml",
+            'model = "/m"\nmax-num-seqs = 3\nserved_model_name = ["a", "b"]\nenforce-eager = true\n',
+        ),
+    ],
+)
+def test_config_file(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    server, engine = parse(["--config", str(file)])
+    assert (engine.model, engine.max_num_seqs, engine.enforce_eager) == ("/m", 3, True)
+    assert server.served_model_name == ["a", "b"]
+    _, engine = parse(
+        ["/other", "--config", str(file), "--max-num-seqs", "5", "--no-enforce-eager"]
+    )
+    assert (engine.model, engine.max_num_seqs, engine.enforce_eager) == ("/other", 5, False)
+
+
+@pytest.mark.parametrize("text", ["max-modle-len: 3", "just words", "a: {b: 1}", "x: [", "port: x"])
+def test_bad_config_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        parse(["--config", str(file)])
+
+
+def make_model(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_model_directory(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+
+    def check(*argv: str) -> None:
+        check_model(parse(argv)[1])
+
+    def refused(*argv: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check(*argv)
+        assert caught.value.exit_code == 2
+        assert str(tmp_path) in str(caught.value)
+        return str(caught.value)
+
+    check(str(model))
+    assert "no such directory" in refused(str(tmp_path / "none"))
+    assert ".gguf" in refused(str(model / "config.json"))
+    (model / "tokenizer.json").unlink()
+    assert "--tokenizer DIR" in refused(str(model))
+    tokenizer = tmp_path / "t"
+    assert "--tokenizer" in refused(str(model), "--tokenizer", str(tokenizer))
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    check(str(model), "--tokenizer", str(tokenizer))
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    argv = (str(model), "--tokenizer", str(tokenizer))
+    assert "pytorch_model.bin" in refused(*argv)
+    check(*argv, "--load-format", "dummy")
+    shards = {f"w{i}": f"model-{i}.safetensors" for i in range(6)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (model / "model-0.safetensors").write_bytes(b"")
+    message = refused(*argv)
+    assert "model-1.safetensors" in message
+    assert "and 2 more" in message
+    (model / "config.json").write_text("{")
+    assert "JSON" in refused(*argv)
+    (model / "config.json").unlink()
+    assert "no config.json" in refused(*argv)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    """Usable values become defaults; impossible ones are left out rather than failing requests."""
+    assert sampling_defaults(str(tmp_path)).values == {}
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 7, "top_k": 50, "max_new_tokens": 99, "x": 1})
+    )
+    defaults = sampling_defaults(str(tmp_path))
+    assert defaults.values == {"temperature": 0.6, "top_k": 50}
+    assert defaults.max_new_tokens == 99
+
+
+def test_main_reports_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["/no/such/model"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "/no/such/model" in captured.err
+
+
+def test_help_is_fast_and_light() -> None:
+    """Groups, defaults, and no torch: checked in a process of its own."""
+    code = (
+        "import sys\nfrom server.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit as e: code = e.code\n"
+        "print('heavy:', [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], code)"
+    )
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30
+    )
+    assert time.monotonic() - began < 20, "hangs are failures; speed is not tested here"
+    assert "heavy: [] 0" in done.stdout, done.stderr
+    for text in ("kv cache:", "http:", "--max-model-len N", "[8000]", "--no-enforce-eager"):
+        assert text in done.stdout
+
+
+def test_imports_are_light() -> None:
+    code = (
+        "import sys, server.app, server.launcher, server.cli\n"
+        "print([m for m in ('torch', 'transformers', 'cupy', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30
+    )
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,203 @@
+"""scripts/serve.py with its three real processes on a tiny random model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_cpu.tiny_models import make_tiny
+from tests.server.conftest import ROOT, LiveServer, live_server, spawned, wait_for
+
+FLAGS = ("--cpu-threads", "1", "--dtype", "float32", "--served-model-name", "tiny")
+FLAGS += ("--max-model-len", "256", "--num-blocks", "64")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except FileNotFoundError:
+        return ""
+
+
+def child_running(server: LiveServer, module: str) -> int:
+    (pid,) = [p for p in children(server.process.pid) if f"-m {module} " in command(p)]
+    return pid
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies, which nobody may be there to reap, count as dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def post(server: LiveServer, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        server.url + "/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=60)
+
+
+class StreamReader(threading.Thread):
+    """Reads one endless stream; `lines` grows as it comes."""
+
+    def __init__(self, server: LiveServer, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        body = {"prompt": "One two", "stream": True, "max_tokens": 240, "ignore_eos": True}
+        self.response = post(server, {**body, **fields})
+        self.lines: list[str] = []
+        self.start()
+        eventually(lambda: len(self.lines) > 4)
+
+    def run(self) -> None:
+        try:
+            for line in self.response:
+                if text := line.decode().strip():
+                    self.lines.append(text)
+        except (OSError, ValueError):
+            self.lines.append("broken")
+
+    def last(self) -> str:
+        self.join(20)
+        assert not self.is_alive()
+        return self.lines[-1]
+
+
+@contextmanager
+def run_dirs_watched(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment whose temporary folder must be empty again afterwards."""
+    yield {"TMPDIR": str(tmp_path)}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_serves_and_drains(model: str, tmp_path: Path) -> None:
+    with run_dirs_watched(tmp_path) as env, spawned(model, *FLAGS, env=env) as server:
+        wait_for(server, "/live", 20)
+        (run_dir,) = tmp_path.iterdir()
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+        wait_for(server, "/ready", 60)
+        with post(server, {"prompt": "One two", "max_tokens": 4, "temperature": 0}) as response:
+            answer = json.load(response)
+        assert answer["model"] == "tiny"
+        assert answer["usage"]["completion_tokens"] >= 1
+        stream = StreamReader(server)
+        pids = children(server.process.pid)
+        assert len(pids) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert stream.last() == "data: [DONE]", "the running stream finishes"
+        assert server.process.wait(20) == 0
+        assert not any(is_alive(pid) for pid in pids)
+        log = server.log.read_text()
+        assert "ready in" in log
+        assert "Traceback" not in log
+
+
+def test_drain_timeout_ends_streams_with_an_error_event(model: str, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--drain-timeout", "0")
+    with live_server(model, *flags) as server:
+        stream = StreamReader(server)
+        server.process.send_signal(signal.SIGTERM)
+        last = stream.last()
+        if last != "data: [DONE]":  # it may have been quick enough
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+        assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("module", ["engine", "tokenizer_proc"])
+def test_death_of_a_child(model: str, module: str, tmp_path: Path) -> None:
+    with run_dirs_watched(tmp_path) as env, spawned(model, *FLAGS, env=env) as server:
+        wait_for(server, "/ready", 60)
+        pids = children(server.process.pid)
+        victim = child_running(server, module)
+        os.kill(victim, signal.SIGSTOP)  # so that the stream cannot end by itself
+        body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
+        outcome: list[str] = []
+
+        def request() -> None:
+            try:
+                with post(server, body) as response:
+                    outcome.append(response.read().decode())
+            except urllib.error.HTTPError as error:
+                outcome.append(error.read().decode())
+
+        thread = threading.Thread(target=request)
+        thread.start()
+        time.sleep(0.3)
+        os.kill(victim, signal.SIGKILL)
+        assert server.process.wait(20) == 70
+        thread.join(10)
+        assert '"engine_dead"' in outcome[0]
+        assert f"(pid {victim}) was killed by SIGKILL" in server.log.read_text()
+        assert not any(is_alive(pid) for pid in pids)
+
+
+def test_killed_server_takes_its_children_along(model: str) -> None:
+    with live_server(model, *FLAGS) as server:
+        pids = children(server.process.pid)
+        assert len(pids) == 2
+        server.process.kill()
+        server.process.wait()
+        eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_signals_while_loading(model: str, tmp_path: Path) -> None:
+    """Stopped in the middle of the start: nothing stays behind, exit code 0."""
+    with run_dirs_watched(tmp_path) as env, spawned(model, *FLAGS, env=env) as server:
+        wait_for(server, "/live", 20)
+        assert server.get("/ready")[0] == 503
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+
+
+def test_configuration_that_the_engine_refuses(model: str) -> None:
+    """Known only once the model is read: the engine's exit code and its reason come out."""
+    with spawned(model, *FLAGS, "--block-size", "7") as server:
+        assert server.process.wait(60) == 2
+        assert "7" in server.log.read_text()
+
+
+def test_port_in_use(model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts/serve.py"), model, "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"port {port} on 127.0.0.1 is in use" in done.stderr
+    assert "--port" in done.stderr
