@@ -314,8 +314,8 @@ class EngineClient:
         stream.fail(
             ApiError(error.status, error.code, error.message, param, retry_after=retry_after)
         )
-        for choice in live:
-            self.metrics.request_rejected(choice, error.code, error.status)
+        for _ in live:
+            self.metrics.request_rejected(error.status)
 
     def _on_tokenizer_ready(self, ready: TokenizerReady) -> None:
         self.status.limits = ready.limits

@@ -33,6 +33,7 @@ from server.model_check import sampling_defaults
 from server.processes import Child, run_with_progress
 from server.progress import ProgressReport
 from server.service import Service, draining, engine_dead
+from server.status_line import log_status
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +98,17 @@ class Launcher:
         stop = asyncio.create_task(self.stop_asked.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            code = work.result() if work.done() else await self.drain()
+            if not work.done():
+                await self.drain()
+            # A child may have died while draining: that is no clean end.
+            code = work.result() if work.done() else 0
         finally:
             for task in (work, stop):
                 task.cancel()
             await asyncio.gather(work, stop, return_exceptions=True)
-            await self.http.stop(0.0 if self.stop_now.is_set() else FLUSH_S)
-            await asyncio.gather(*(child.end() for child in self.children))
+            at_once = self.stop_now.is_set()
+            await self.http.stop(0.0 if at_once else FLUSH_S)
+            await asyncio.gather(*(child.end(at_once) for child in self.children))
             self.client.close()
         return code
 
@@ -116,7 +121,7 @@ class Launcher:
             logger.info("%s: draining %d requests", name, self.client.num_live)
             self.stop_asked.set()
 
-    async def drain(self) -> int:
+    async def drain(self) -> None:
         """Let running requests finish; end those that take too long with an error event."""
         self.status.set_draining()
         deadline = time.monotonic() + self.config.drain_timeout
@@ -127,13 +132,15 @@ class Launcher:
         if self.client.num_live:
             logger.warning("ending %d requests that still run", self.client.num_live)
         self.client.fail_all(draining())
-        return 0
 
     # --- start --------------------------------------------------------------------------------------
 
     async def start_and_watch(self) -> int:
         """Start everything and wait for a child to end, which it never should; its exit code."""
-        report = asyncio.create_task(self.report_start())
+        reports = [
+            asyncio.create_task(self.report_start()),
+            asyncio.create_task(log_status(self.status)),
+        ]
         try:
             model, tokenizer = await self.prepare_model()
             if self.config.generation_config == "auto":
@@ -143,8 +150,12 @@ class Launcher:
         except ConfigError as error:
             logger.error("%s", error)
             return self.on_death(str(error), error.exit_code)
+        except Exception:
+            logger.exception("the start failed")
+            return self.on_death("the server met an unexpected error", EXIT_ENGINE_FAILURE)
         finally:
-            report.cancel()
+            for report in reports:
+                report.cancel()
 
     async def report_start(self) -> None:
         began = time.monotonic()

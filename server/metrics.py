@@ -91,7 +91,7 @@ class Metrics:
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BUCKETS))
     step_seconds: Histogram = field(default_factory=partial(Histogram, STEP_BUCKETS))
     finished: Counter[str] = field(default_factory=Counter)  # by reason
-    rejected: Counter[str] = field(default_factory=Counter)  # by code
+    rejected: Counter[str] = field(default_factory=Counter)  # by code; counted where answered
     aborted: Counter[str] = field(default_factory=Counter)  # by phase
     http_requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by path and status
     late_messages: int = 0
@@ -129,8 +129,8 @@ class Metrics:
         self.finished["error" if failed else "abort"] += 1
         self.aborted[choice.phase] += 1
 
-    def request_rejected(self, choice: "Choice", code: str, status: int) -> None:
-        self.rejected[code] += 1
+    def request_rejected(self, status: int) -> None:
+        """tokenizer_proc or engine ended a request; clients' own mistakes are not counted."""
         if status >= 500:
             self.finished["error"] += 1
 

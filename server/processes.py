@@ -56,20 +56,27 @@ class Child:
             return f"{who} was killed by {signal.Signals(-code).name}"
         return f"{who} ended with exit code {code}"
 
-    async def end(self) -> None:
-        """SIGTERM, then SIGKILL if it does not listen. Fine if the process has ended."""
+    async def end(self, at_once: bool = False) -> None:
+        """SIGTERM, then SIGKILL if it does not listen (`at_once`: now). Fine if it has ended."""
         if self.process.returncode is not None:
             return
         try:
-            self.process.terminate()
-            async with asyncio.timeout(TERM_GRACE_S):
-                await self.process.wait()
-        except ProcessLookupError:
-            pass
-        except TimeoutError:
-            logger.warning("%s did not end after SIGTERM: killing it", self.name)
+            if not at_once and await self._ends_after_sigterm():
+                return
             self.process.kill()
             await self.process.wait()
+        except ProcessLookupError:
+            pass
+
+    async def _ends_after_sigterm(self) -> bool:
+        self.process.terminate()
+        try:
+            async with asyncio.timeout(TERM_GRACE_S):
+                await self.process.wait()
+        except TimeoutError:
+            logger.warning("%s did not end after SIGTERM: killing it", self.name)
+            return False
+        return True
 
 
 async def run_with_progress(

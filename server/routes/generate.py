@@ -101,6 +101,9 @@ async def respond(
     if params.max_tokens is not None:
         metrics.params_max_tokens.observe(params.max_tokens)
     stream = service.client.generate(generation.prompts, generation.options, arrival_ns)
+    request_id = request[NOTES].request_id
+    ids = [choice.req_id for choice in stream.choices]
+    logger.debug("request id=%s received as %d..%d", request_id, ids[0], ids[-1])
     try:
         if generation.options.incremental:
             return await write_stream(request, stream, generation, fmt)
@@ -113,6 +116,7 @@ async def respond(
     finally:
         service.client.abort(stream)
         request[NOTES].usage = usage_of(stream)
+        logger.debug("request id=%s returned: %s", request_id, request[NOTES].usage)
 
 
 async def write_stream(
@@ -167,6 +171,7 @@ async def end_with_error(
     The TCP connection stays: its keep-alive was promised, and a client may be reusing it already.
     """
     request[NOTES].stream_error = error.code
+    request.app[SERVICE].client.metrics.rejected[error.code] += 1
     try:
         await response.write(sse.event(error.body(request[NOTES].request_id)))
         await response.write_eof()

@@ -84,6 +84,8 @@ async def test_error_after_the_first_text_is_an_event(site: Site) -> None:
     assert error["message"] == f"NaN logits. Request id: {request_id}"
     texts = [json.loads(e)["choices"][0]["text"] for e in events[:-1]]
     assert "".join(texts) == "ab"
+    assert await site.metric('srv:rejected_requests_total{code="internal_error"') == 1
+    assert await site.metric('vllm:request_success_total{engine="0",finished_reason="error"') == 1
 
 
 async def test_official_client_raises_on_the_error_event(site: Site) -> None:

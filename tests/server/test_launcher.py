@@ -133,6 +133,19 @@ def test_drain_timeout_ends_streams_with_an_error_event(model: str, tmp_path: Pa
         assert server.process.wait(20) == 0
 
 
+def test_second_signal_ends_at_once(model: str) -> None:
+    """A request that would hold the drain for ever (its engine stands still) is not waited for."""
+    with live_server(model, *FLAGS, "--drain-timeout", "600") as server:
+        StreamReader(server)
+        engine = child_running(server, "engine")
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.get("/ready")[0] == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        eventually(lambda: not is_alive(engine))
+
+
 @pytest.mark.parametrize("module", ["engine", "tokenizer_proc"])
 def test_death_of_a_child(model: str, module: str, tmp_path: Path) -> None:
     with run_dirs_watched(tmp_path) as env, spawned(model, *FLAGS, env=env) as server:

@@ -3,7 +3,9 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.api.messages import EngineStats
 from server.metrics import Histogram
+from server.status_line import describe
 from tests.server.conftest import Site, eventually
 from tests.server.fake_backend import Script
 
@@ -113,6 +115,29 @@ async def test_engine_statistics(site: Site) -> None:
     found = await samples(site)
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
     assert found["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_status_line_has_rates_of_the_interval() -> None:
+    zero = dict.fromkeys(EngineStats.__struct_fields__, 0)
+    before = EngineStats(**{**zero, "num_blocks": 10, "num_free_blocks": 10, "prompt_tokens": 5})
+    now = EngineStats(
+        **{
+            **zero,
+            "num_blocks": 10,
+            "num_free_blocks": 8,
+            "prompt_tokens": 105,
+            "generation_tokens": 20,
+            "num_running": 3,
+            "prefix_query_tokens": 100,
+            "prefix_hit_tokens": 40,
+            "preemptions": 2,
+        }
+    )
+    line = describe(before, now, seconds=10.0)
+    assert line.startswith(
+        "prompt 10.0 tok/s, generation 2.0 tok/s, running 3, waiting 0, KV 20.0%, prefix hits 40%"
+    )
+    assert "preempted 2" in line
 
 
 def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
