@@ -6,7 +6,7 @@ Both faces use it: the engine process (engine/main.py) and the offline `LLM` (en
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def build_engine(
     before = resident_bytes()
     model = load_model(
         config.model,
-        model_config,
+        replace(model_config, max_model_len=resolved.max_model_len),  # dynamic rope depends on it
         resolved.dtype,
         resolved.device,
         dummy=config.load_format == "dummy",
