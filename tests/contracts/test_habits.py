@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "engine/__main__.py": "OMP_NUM_THREADS and its like",
     "engine/llm.py": "the same for offline use",
     "tokenizer_proc/loading.py": "TRANSFORMERS_VERBOSITY, TOKENIZERS_PARALLELISM",
+    "engine/ops/kernel_cache.py": "XDG_CACHE_HOME",
     "server/launcher.py": "the environment of child processes",
 }
 
