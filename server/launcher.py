@@ -5,16 +5,14 @@
          SIGTERM, SIGINT: drain, exit 0 (again: at once)     a child dies: one error to every live
                                                              request, exit with its code (2, 75) or 70
 
-Sockets and the children's settings live in a private run directory (mode 0700), removed at the end.
+Sockets and the children's settings live in a private run directory (server/run_dir.py).
 """
 
 import asyncio
 import dataclasses
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 from socket import socket
@@ -32,12 +30,12 @@ from server.metrics import Exporter, Metrics
 from server.model_check import sampling_defaults
 from server.processes import Child, run_with_progress
 from server.progress import ProgressReport
+from server.run_dir import private_run_dir
 from server.service import Service, draining, engine_dead
 from server.status_line import log_status
 
 logger = logging.getLogger(__name__)
 
-MAX_RUN_DIR = 80  # bytes; an ipc path may have 107, the socket's name included
 FLUSH_S = 2.0  # for handlers to write their last event
 FAILURE_WAIT_S = 0.15  # for a dying engine's last message to arrive
 DRAIN_POLL_S = 0.02
@@ -49,20 +47,11 @@ CONFIGURATION_CODES = (2, 75)
 def serve(server: ServerConfig, engine: EngineConfig) -> int:
     """Run until stopped; returns the exit code. Raises ConfigError if the port cannot be bound."""
     listeners = bind(server.host, server.port)
-    run_dir = make_run_dir()
     try:
-        return uvloop.run(Launcher(server, engine, listeners, run_dir).run())
+        with private_run_dir() as run_dir:
+            return uvloop.run(Launcher(server, engine, listeners, run_dir).run())
     finally:
         close_all(listeners)
-        shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def make_run_dir() -> str:
-    """A private directory whose path is short enough for socket addresses."""
-    parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(
-        prefix="sluice-", dir=parent if len(parent) < MAX_RUN_DIR - 20 else "/tmp"
-    )
 
 
 class Launcher:
