@@ -42,7 +42,7 @@ from engine.api.messages import (
 from engine.api.sampling import SamplingParams
 from engine.build import build_engine
 from engine.models.config import ModelConfig
-from server.default_model import ensure_default_model
+from server.default_model import BarProgress, ensure_default_model
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.loading import check_fits_model, load_tokenizer
 from tokenizer_proc.output import OutputProcessor
@@ -104,7 +104,7 @@ class LLM:
         chat_template: str = "",
         **settings: Any,
     ) -> None:
-        path = str(model) or str(ensure_default_model())
+        path = str(model) or str(ensure_default_model(BarProgress()))
         self.config = make_config(path, tokenizer, settings)
         ModelConfig.from_directory(path)  # a wrong path is told before anything takes time
         self.tokenizer = load_tokenizer(tokenizer or path, chat_template)

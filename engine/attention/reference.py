@@ -1,18 +1,19 @@
 """Paged attention in plain torch: the CPU backend, and the oracle for GPU kernels.
 
 Decode rows are grouped by the number of blocks they span, rounded up to a quantum, and each group is
-one call of scaled_dot_product_attention:
+two batched matrix products and a softmax:
 
-    rows' blocks ──index_select──► K, V [g, Hkv, L, D]     L = quantum * k, the rest masked
-    q [g, Hkv, G, D]  (the G query heads of a KV head are the query positions: no K/V expansion)
+    rows' blocks ──index_select──► K, V [Hkv, g, L, D]     L = quantum * k, the rest masked
+    q [Hkv, g, G, D]  (the G query heads of a KV head are its query positions: no K/V expansion)
 
-A row's result does not depend on its neighbours: it is computed over the same L, with the same mask,
-whether its group has one row or sixty-four. A row whose blocks are consecutive needs no copy: the
+A row's result does not depend on its neighbours, bit for bit: it is computed over the same L, with the
+same mask, whether its group has one row or sixty-four. (torch's fused attention lacks this property
+when it runs on several threads, and is no faster here.) A row whose blocks are consecutive needs no copy: the
 cache is head-major on a CPU, so its keys are a view.
 
 Prefill chunks are cut into tiles of queries, each seeing only the keys up to its last query, which
-halves the work of a whole prompt. In float32 a tile is one call, its G heads per KV head a batch over
-K and V of stride 0; in bfloat16 two plain batched products are twice as fast (docs/performance.md).
+halves the work of a whole prompt. In float32 a tile is one fused call, its G heads per KV head a batch
+over K and V of stride 0; in bfloat16 plain batched products are up to twice as fast.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Span:
     num_rows: int
     blocks: slice | Tensor  # of the cache; a slice when they are consecutive (one row only)
     num_keys: int  # keys per row, padding included
-    mask: Tensor | None  # additive, [rows, 1, 1, keys] for decode, [tokens, keys] for prefill
+    mask: Tensor  # additive, [rows, 1, keys] for decode, [tokens, keys] for prefill
     is_prefill: bool
 
 
@@ -80,12 +81,8 @@ class ReferenceAttention:
                 q[span.tokens] if isinstance(span.tokens, slice) else q.index_select(0, span.tokens)
             )
             query = rows.view(-1, spec.num_kv_heads, group, spec.head_dim)
-            if span.is_prefill:
-                result = prefill_tile(query, k[:, 0], v[:, 0], span.mask, spec)
-            else:
-                result = scaled_attention(
-                    query, k.transpose(0, 1), v.transpose(0, 1), span.mask, spec
-                )
+            attend = prefill_tile if span.is_prefill else decode_group
+            result = attend(query, k, v, span.mask, spec)
             if isinstance(span.tokens, slice):
                 self.out[span.tokens] = result.reshape(-1, self.out.shape[1])
             else:
@@ -138,7 +135,7 @@ class ReferenceAttention:
                     num_rows=len(members),
                     blocks=self.as_slice(blocks, int(num_blocks[members[0]])),
                     num_keys=int(size) * block_size,
-                    mask=torch.from_numpy(mask).to(self.dtype)[:, None, None, :],
+                    mask=torch.from_numpy(mask).to(self.dtype)[:, None, :],
                     is_prefill=False,
                 )
             )
@@ -190,32 +187,40 @@ class ReferenceAttention:
         )
 
 
-def prefill_tile(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
-) -> Tensor:
-    """Attention of one tile: q [tokens, Hkv, G, D], k and v [Hkv, keys, D], mask [tokens, keys].
+def decode_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """One query per row: q [rows, Hkv, G, D], k and v [Hkv, rows, keys, D], mask [rows, 1, keys].
+    Returns [rows, Hkv, G, D]."""
+    rows, kv_heads, group, head_dim = q.shape
+    queries = (q * spec.scale).transpose(0, 1).reshape(kv_heads * rows, group, head_dim)
+    scores = torch.bmm(queries, k.flatten(0, 1).transpose(1, 2))
+    scores = add_mask(scores.view(kv_heads, rows, group, -1), mask, spec)
+    weights = torch.softmax(scores, -1).view(kv_heads * rows, group, -1)
+    return torch.bmm(weights, v.flatten(0, 1)).view(kv_heads, rows, group, head_dim).transpose(0, 1)
+
+
+def prefill_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """Queries of one row: q [tokens, Hkv, G, D], k and v [Hkv, 1, keys, D], mask [tokens, keys].
     Returns [tokens, Hkv, G, D]."""
     tokens, kv_heads, group, head_dim = q.shape
-    if q.dtype is torch.float32 or spec.softcap:
-        k = k.expand(group, -1, -1, -1)
-        v = v.expand(group, -1, -1, -1)
-        return scaled_attention(q.permute(2, 1, 0, 3), k, v, mask, spec).permute(2, 1, 0, 3)
+    k, v = k[:, 0], v[:, 0]
+    if q.dtype is torch.float32 and not spec.softcap:
+        heads_first = F.scaled_dot_product_attention(
+            q.permute(2, 1, 0, 3),
+            k.expand(group, -1, -1, -1),
+            v.expand(group, -1, -1, -1),
+            attn_mask=mask,
+            scale=spec.scale,
+        )
+        return heads_first.permute(2, 1, 0, 3)
     packed = (q * spec.scale).permute(1, 2, 0, 3).reshape(kv_heads, group * tokens, head_dim)
     scores = torch.bmm(packed, k.transpose(1, 2)).view(kv_heads, group, tokens, -1)
-    if mask is not None:
-        scores += mask
-    weights = torch.softmax(scores, -1).view(kv_heads, group * tokens, -1)
-    return torch.bmm(weights, v).view(kv_heads, group, tokens, head_dim).permute(2, 0, 1, 3)
+    weights = torch.softmax(add_mask(scores, mask, spec), -1)
+    result = torch.bmm(weights.view(kv_heads, group * tokens, -1), v)
+    return result.view(kv_heads, group, tokens, head_dim).permute(2, 0, 1, 3)
 
 
-def scaled_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
-) -> Tensor:
-    """softmax(q k^T * scale + mask) v over [batch, heads, queries, D] and [batch, heads, keys, D]."""
-    if not spec.softcap:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
-    scores = torch.tanh(q.float() @ k.float().transpose(-1, -2) * (spec.scale / spec.softcap))
-    scores = scores * spec.softcap
-    if mask is not None:
-        scores = scores + mask.float()
-    return (torch.softmax(scores, -1) @ v.float()).to(q.dtype)
+def add_mask(scores: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """Soft-cap and mask scaled scores; in place."""
+    if spec.softcap:
+        scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return scores.add_(mask)

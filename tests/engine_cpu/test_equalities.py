@@ -153,11 +153,13 @@ def test_prefix_hit_equals_cold(tiny, family):
     )
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_equals_in_a_batch_of_64_bitwise(tiny, dtype):
+def test_alone_equals_in_a_batch_of_64_bitwise(tiny, dtype, threads):
     """Every token and every log-probability bit is the same alone as among 63 others."""
     settings = {
         "dtype": dtype,
+        "cpu_threads": threads,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 8192,  # whole prompts: a cut elsewhere sums in another order
         "num_blocks": 1024,
