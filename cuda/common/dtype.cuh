@@ -105,3 +105,43 @@ DEV float to_float(scalar_t x) { return x; }
 DEV scalar_t from_float(float x) { return x; }
 
 #endif
+
+// --- 8-bit floats of a quantised KV cache: round to nearest even, too large becomes the largest ---
+
+#if defined(SLUICE_EMULATE) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890)
+
+// MANTISSA bits, exponent BIAS; LARGEST is the code of the largest finite value, LARGEST_BITS its float.
+template <int MANTISSA, int BIAS, u32 LARGEST, u32 LARGEST_BITS>
+DEV u32 float_to_fp8(float x) {
+  constexpr int SHIFT = 23 - MANTISSA;
+  const u32 bits = __float_as_uint(x), size = bits & 0x7fffffffu, sign = (bits >> 24) & 0x80u;
+  if (size > 0x7f800000u) return sign | 0x7fu;  // NaN
+  if (size >= LARGEST_BITS) return sign | LARGEST;
+  if (size < (u32)(128 - BIAS) << 23) {  // subnormal: a multiple of 2^(1 - BIAS - MANTISSA)
+    constexpr u32 unit = (u32)(127 + BIAS + MANTISSA - 1) << 23;
+    return sign | (u32)__float2int_rn(__uint_as_float(size) * __uint_as_float(unit));
+  }
+  const u32 rounded = size + ((1u << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1);
+  return sign | ((rounded >> SHIFT) - ((127 - BIAS) << MANTISSA));
+}
+DEV u32 pack_e4m3(float lo, float hi) {
+  return float_to_fp8<3, 7, 0x7e, 0x43e00000u>(lo) | float_to_fp8<3, 7, 0x7e, 0x43e00000u>(hi) << 8;
+}
+DEV u32 pack_e5m2(float lo, float hi) {
+  return float_to_fp8<2, 15, 0x7b, 0x47600000u>(lo) | float_to_fp8<2, 15, 0x7b, 0x47600000u>(hi) << 8;
+}
+
+#else
+
+DEV u32 pack_e4m3(float lo, float hi) {
+  u16 y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+DEV u32 pack_e5m2(float lo, float hi) {
+  u16 y;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(hi), "f"(lo));
+  return y;
+}
+
+#endif

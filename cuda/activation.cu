@@ -1,0 +1,45 @@
+// out = f(gate) * up, elementwise, for gate and up side by side in [rows, 2 * INNER].
+//
+//   -DSCALAR_* -DINNER=<a multiple of VEC> -DACTIVATION=silu | gelu_tanh | gelu
+//
+// f's result is rounded to scalar_t before the product, as two separate torch operations would do.
+#include "common/dtype.cuh"
+#include "common/vec.cuh"
+
+constexpr int THREADS = 128;
+constexpr int PER_THREAD = 2;          // vectors; enough loads under way to hide memory latency
+constexpr int ROW_VECS = INNER / VEC;  // a constant, so that dividing by it is cheap
+static_assert(INNER % VEC == 0, "rows are read 16 bytes at a time");
+
+DEV float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+DEV float gelu(float x) { return 0.5f * x * (1.f + erff(x * 0.70710678118654752f)); }
+DEV float gelu_tanh(float x) {  // section 2 of https://arxiv.org/abs/1606.08415
+  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (1.f + tanhf(inner));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+act_and_mul(const scalar_t* __restrict__ gate_up, scalar_t* __restrict__ out, i64 num_vecs) {
+  const i64 first = (i64)blockIdx.x * (THREADS * PER_THREAD) + threadIdx.x;
+  uint4 gate[PER_THREAD], up[PER_THREAD];
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    const i64 v = first + i * THREADS;
+    if (v >= num_vecs) break;
+    const i64 row = v / ROW_VECS;
+    const scalar_t* p = gate_up + (v + row * ROW_VECS) * VEC;  // row * 2 * INNER + column
+    gate[i] = load16(p);
+    up[i] = load16(p + INNER);
+  }
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    const i64 v = first + i * THREADS;
+    if (v >= num_vecs) break;
+    float g[VEC], u[VEC];
+    unpack16(gate[i], g);
+    unpack16(up[i], u);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) g[e] = rounded(ACTIVATION(g[e])) * u[e];
+    store16(out + v * VEC, pack16(g));
+  }
+}

@@ -1,0 +1,94 @@
+// y = weight * x / sqrt(mean(x^2) + eps) for each row, and the same after adding to a residual.
+//
+//   -DSCALAR_* -DHIDDEN=<row length, a multiple of VEC> -DTHREADS=<per row> -DROWS=<per block>
+//
+// A row stays in the registers of its THREADS threads: read once, written once.
+//
+//   THREADS = 32: a warp for each row, ROWS rows in a block.   Else one row in a block.
+//   thread t holds the vectors t, t + THREADS, ...: neighbours read neighbouring 16 bytes
+#include "common/dtype.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+constexpr int VECS = HIDDEN / VEC;
+constexpr int PER_THREAD = (VECS + THREADS - 1) / THREADS;
+static_assert(HIDDEN % VEC == 0, "rows are read 16 bytes at a time");
+static_assert(THREADS % 32 == 0 && (THREADS == 32 || ROWS == 1), "a row belongs to a warp or a block");
+
+// The part of a row that one thread holds.
+struct RowPart {
+  uint4 data[PER_THREAD];
+};
+
+DEV bool has_vec(int thread, int i) {
+  // the compiler drops the test for all but the last i
+  return (i + 1) * THREADS <= VECS || thread + i * THREADS < VECS;
+}
+
+DEV void load_row(RowPart& part, const scalar_t* row, int thread) {
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    part.data[i] = has_vec(thread, i) ? load16(row + (thread + i * THREADS) * VEC)
+                                      : make_uint4(0, 0, 0, 0);
+  }
+}
+
+DEV void norm_row(const RowPart& part, const scalar_t* weight, scalar_t* y, float eps, int thread) {
+  __shared__ float partial[32];
+  RowPart w;
+  load_row(w, weight, thread);  // on its way while the sum is formed
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    float x[VEC];
+    unpack16(part.data[i], x);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) sum += x[e] * x[e];
+  }
+  sum = THREADS == 32 ? warp_sum(sum) : block_sum<THREADS>(sum, partial);
+  const float scale = rsqrtf(sum / HIDDEN + eps);
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    if (!has_vec(thread, i)) continue;
+    float x[VEC], g[VEC];
+    unpack16(part.data[i], x);
+    unpack16(w.data[i], g);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) x[e] = rounded(x[e] * scale) * g[e];
+    store16(y + (thread + i * THREADS) * VEC, pack16(x));
+  }
+}
+
+// x [rows, HIDDEN] with x_stride elements from row to row; y [rows, HIDDEN] contiguous.
+extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
+rms_norm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight,
+         scalar_t* __restrict__ y, i64 x_stride, int num_rows, float eps) {
+  const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+  if (row >= num_rows) return;
+  RowPart part;
+  load_row(part, x + row * x_stride, thread);
+  norm_row(part, weight, y + (i64)row * HIDDEN, eps, thread);
+}
+
+// residual += x, rounded to scalar_t; y = rms_norm(residual). All [rows, HIDDEN] contiguous; y may be x.
+extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
+add_rms_norm(const scalar_t* x, scalar_t* residual, const scalar_t* __restrict__ weight, scalar_t* y,
+             int num_rows, float eps) {
+  const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+  if (row >= num_rows) return;
+  const i64 first = (i64)row * HIDDEN;
+  RowPart part, added;
+  load_row(part, residual + first, thread);
+  load_row(added, x + first, thread);
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    float a[VEC], b[VEC];
+    unpack16(part.data[i], a);
+    unpack16(added.data[i], b);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) a[e] += b[e];
+    part.data[i] = pack16(a);
+    if (has_vec(thread, i)) store16(residual + first + (thread + i * THREADS) * VEC, part.data[i]);
+  }
+  norm_row(part, weight, y + first, eps, thread);
+}
