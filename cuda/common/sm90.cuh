@@ -1,0 +1,189 @@
+// What Hopper adds: mbarriers with transaction counts, the tensor copy engine (TMA), warpgroup matrix
+// products (wgmma), register reallocation and dependent launches. Inline PTX (PTX ISA 8.0), for sm_90a.
+//
+// A tile in shared memory is rows of 64 16-bit elements (128 bytes), written by TMA with the 128-byte
+// swizzle: 16-byte chunk c of row r lies at chunk c ^ (r & 7). Its base is a multiple of 1024 bytes.
+// Wider matrices are several such tiles, one after another. Shared memory addresses are 32-bit (u32).
+//
+//   -DSLUICE_TRAP=1   a wait that does not end traps (an error) instead of hanging the device
+#pragma once
+#include "dtype.cuh"
+
+// --- mbarriers. Waiting for parity p returns once phase p (0, 1, 0, ...) of the barrier is complete ---
+
+DEV void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine; a __syncthreads() must follow.
+DEV void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEV void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase also wait for `bytes` bytes of copies that name this barrier.
+DEV void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+DEV bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
+
+DEV void mbarrier_wait(u32 barrier, u32 parity) {
+#ifdef SLUICE_TRAP
+  for (u32 i = 0; i < (1u << 22); i++)
+    if (mbarrier_try_wait(barrier, parity)) return;
+  asm volatile("trap;");
+#else
+  while (!mbarrier_try_wait(barrier, parity)) {}
+#endif
+}
+
+// --- Programmatic dependent launch: a kernel may start while the one before it in the stream ends ---
+//
+// Everything before grid_dependency_wait() may overlap with that kernel, so it must not touch what it
+// writes. Without the launch attribute, and before Hopper, there is no overlap and these do nothing.
+
+DEV void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start once every block has come here. It still waits for this one's results.
+DEV void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// --- Named barriers among `threads` threads (a multiple of 32); id 0 is __syncthreads()'s ---
+
+DEV void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+DEV void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// --- TMA. A tensor map is a kernel parameter: const __grid_constant__ TensorMap map ---
+
+struct alignas(64) TensorMap { u64 words[16]; };
+
+DEV void tma_prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+}
+
+// Copies the map's box, whose first element has these coordinates (innermost first), to `smem`.
+// Elements outside the tensor arrive as zeros and count as bytes all the same.
+DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+      :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+// Orders this thread's plain writes to shared memory before later reads by wgmma or TMA.
+DEV void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- Registers: a warpgroup gives some up or takes some. Needs __launch_bounds__(threads, 1) ---
+
+template <int REGISTERS> DEV void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> DEV void registers_give() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+// --- wgmma: 128 threads multiply [64, 16] by [16, N] into float32 registers, asynchronously ---
+//
+// Accumulator of a thread, N / 2 numbers: with warp w of the warpgroup, g = lane / 4 and t = lane % 4,
+//   d[4 * i + 0, 1]  row 16 * w + g,      columns 8 * i + 2 * t and + 1
+//   d[4 * i + 2, 3]  row 16 * w + g + 8,  the same columns
+// A from registers is the m16n8k16 fragment, so a pair of neighbouring accumulators packed to 16 bits is
+// at once the A operand of the next product: k step j takes accumulators 8 * j ... 8 * j + 7.
+
+DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most `PENDING` of this warpgroup's committed groups are unfinished.
+template <int PENDING> DEV void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+// Operand descriptors for tiles as above. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride
+// offset / 16 (1024 bytes: from 8 rows to the next 8), 62-63 swizzle (1: 128 bytes).
+//
+// Rows are M or N, and the 64 columns are K. The next 16 columns are 32 bytes further.
+DEV u64 descriptor_k_major(u32 smem) {
+  return (u64)((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+// Rows are K, and the 64 columns are M or N; the next 64 columns are `tile_bytes` further. The next 16
+// rows are 2048 bytes further.
+DEV u64 descriptor_mn_major(u32 smem, u32 tile_bytes) {
+  return (u64)((smem & 0x3ffff) >> 4) | (u64)(tile_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#if defined(SCALAR_FP16)
+#define WGMMA_TYPES "f32.f16.f16"
+#else
+#define WGMMA_TYPES "f32.bf16.bf16"
+#endif
+
+#define WGMMA_D8(d, i)                                                                      \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+  "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_D32(d, i) WGMMA_D8(d, i), WGMMA_D8(d, i + 8), WGMMA_D8(d, i + 16), WGMMA_D8(d, i + 24)
+#define WGMMA_D64(d, i) WGMMA_D32(d, i), WGMMA_D32(d, i + 32)
+
+#define WGMMA_NAMES_32                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_NAMES_64                                                                  \
+  WGMMA_NAMES_32                                                                        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d = A B, or d += A B; A and B by descriptors, both with K along their rows.
+#define WGMMA_SS(n, names, accumulators, a, b, accumulate)                                   \
+  template <> struct WgmmaSs<n> {                                                            \
+    static DEV void run(float (&d)[n / 2], u64 da, u64 db, int add) {                        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" names "}, " \
+                   a ", " b ", p, 1, 1, 0, 0;\n}"                                            \
+                   : accumulators : "l"(da), "l"(db), "r"(add));                             \
+    }                                                                                        \
+  };
+// d += A B; A from registers, B by descriptor with N along its rows.
+#define WGMMA_RS(n, names, accumulators, a, b, accumulate)                                   \
+  template <> struct WgmmaRs<n> {                                                            \
+    static DEV void run(float (&d)[n / 2], const u32 (&fa)[4], u64 db, int add) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" names "}, " \
+                   "{" a "}, " b ", p, 1, 1, 1;\n}"                                          \
+                   : accumulators                                                            \
+                   : "r"(fa[0]), "r"(fa[1]), "r"(fa[2]), "r"(fa[3]), "l"(db), "r"(add));     \
+    }                                                                                        \
+  };
+
+template <int N> struct WgmmaSs;
+template <int N> struct WgmmaRs;
+WGMMA_SS(128, WGMMA_NAMES_64, WGMMA_D64(d, 0), "%64", "%65", "%66")
+WGMMA_RS(64, WGMMA_NAMES_32, WGMMA_D32(d, 0), "%32, %33, %34, %35", "%36", "%37")
+WGMMA_RS(128, WGMMA_NAMES_64, WGMMA_D64(d, 0), "%64, %65, %66, %67", "%68", "%69")
+
+// N = 2 * (number of accumulators).
+template <int SIZE> DEV void wgmma_ss(float (&d)[SIZE], u64 a, u64 b, int accumulate) {
+  WgmmaSs<2 * SIZE>::run(d, a, b, accumulate);
+}
+template <int SIZE> DEV void wgmma_rs(float (&d)[SIZE], const u32 (&a)[4], u64 b, int accumulate) {
+  WgmmaRs<2 * SIZE>::run(d, a, b, accumulate);
+}

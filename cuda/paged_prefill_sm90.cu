@@ -1,0 +1,362 @@
+// Causal attention of prompt chunks over a paged KV cache, for Hopper: see engine/ops/paged_prefill_sm90.py.
+//
+// After FlashAttention-3 (https://arxiv.org/abs/2407.08608): one warpgroup moves memory, two compute.
+//
+//   producer     K, V tiles of 128 keys through rings of STAGES tiles; queries once per work item
+//   consumer c   query rows 64 c ... 64 c + 63 of the item, for every tile, the last one first:
+//                  start S = Q K(i)          tensor cores
+//                  start O += P V(i - 1)     tensor cores, while the next two lines run
+//                  P = softmax(S)            needs S only
+//                  rescale O                 needs O
+//
+// The consumers take turns at starting products (a token passed between two named barriers), so that one
+// computes exponentials while the other keeps the tensor cores busy. Blocks are persistent: block b takes
+// items b, 2 G - 1 - b, 2 G + b, ... of a list sorted longest first (G: blocks), which evens out their sums.
+// The rings run on from item to item, so the next item's tiles arrive while this one finishes.
+//
+//   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHEAD_DIM=64|128   -DBLOCK_SIZE=16|32|64|128   -DSTAGES=n
+//   -DSOFTCAP=1                         scores become tanh(scores * scale_inner)
+#include "common/dtype.cuh"
+#include "common/sm90.cuh"
+
+constexpr int Q_ROWS = 128;                 // of a work item, over all consumers
+constexpr int KEYS = 128;                   // of a tile
+constexpr int CONSUMERS = 2;
+constexpr int HALVES = HEAD_DIM / 64;       // shared memory tiles are 64 columns wide
+constexpr int Q_HALF = Q_ROWS * 128;        // bytes of one such tile
+constexpr int KV_HALF = KEYS * 128;
+constexpr int Q_BYTES = HALVES * Q_HALF;
+constexpr int KV_BYTES = HALVES * KV_HALF;
+constexpr int BLOCKS_PER_TILE = KEYS / BLOCK_SIZE;
+constexpr float MASKED = -1e30f;            // finite, so that a fully masked row stays free of NaN
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head_dim");
+static_assert(KEYS % BLOCK_SIZE == 0 && BLOCKS_PER_TILE <= 32, "block_size");
+
+DEV float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Shared memory of a block, as addresses. Tiles start at multiples of 1024 bytes, as their swizzle wants.
+struct Smem {
+  u32 q, k, v, barriers;
+  DEV explicit Smem(const void* raw) {
+    q = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;
+    k = q + Q_BYTES;
+    v = k + STAGES * KV_BYTES;
+    barriers = v + STAGES * KV_BYTES;
+  }
+  DEV u32 k_tile(u32 stage) const { return k + stage * KV_BYTES; }
+  DEV u32 v_tile(u32 stage) const { return v + stage * KV_BYTES; }
+  // "full": the producer's bytes are there; "empty": every consumer warp is done with them.
+  DEV u32 q_full() const { return barriers; }
+  DEV u32 q_empty() const { return barriers + 8; }
+  DEV u32 k_full(u32 stage) const { return barriers + 16 + 8 * stage; }
+  DEV u32 k_empty(u32 stage) const { return barriers + 16 + 8 * (STAGES + stage); }
+  DEV u32 v_full(u32 stage) const { return barriers + 16 + 8 * (2 * STAGES + stage); }
+  DEV u32 v_empty(u32 stage) const { return barriers + 16 + 8 * (3 * STAGES + stage); }
+};
+
+// A work item: up to Q_ROWS query rows of one head of one sequence.
+struct Item {
+  int batch_row, q_row, q_len, kv_len;  // q_row: the first query row, counted within the chunk
+  int head;
+  int first_pos;                        // position of the first query row
+  int first_tile, last_tile;            // of keys
+  DEV Item(const int4* work, int index, int num_heads, int window) {
+    const int4 w = work[index / num_heads];
+    head = index % num_heads;
+    batch_row = w.x, q_row = w.y, q_len = w.z, kv_len = w.w;
+    first_pos = kv_len - q_len + q_row;
+    first_tile = max(0, first_pos - window + 1) / KEYS;
+    last_tile = (min(kv_len, first_pos + Q_ROWS) - 1) / KEYS;
+  }
+  DEV bool is_empty() const { return q_row >= q_len; }  // padding of the list
+  DEV int num_tiles() const { return last_tile - first_tile + 1; }
+};
+
+// Index of the block's item in round `round`, back and forth over the blocks.
+DEV int item_index(int round) {
+  return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+struct Params {
+  scalar_t* out;            // [T, num_heads * HEAD_DIM]
+  const int* block_table;   // [table rows, table_stride]
+  const int* rows;          // [B] table row of each batch row
+  const int4* work;         // [num_work] {batch row, first query row, q_len, kv_len}
+  const int* q_start;       // [B] first token of each batch row
+  int num_work, table_stride, num_heads, num_kv_heads;
+  int window;               // keys that a query sees, itself included
+  float scale_log2;         // log2(e) * scale, or log2(e) * softcap
+  float scale_inner;        // SOFTCAP: 2 log2(e) * scale / softcap
+};
+
+// One warp. Lane i fetches the i-th block of each tile; a block of one head is contiguous.
+DEV void produce(const Params& p, const Smem& smem, const TensorMap* q_map, const TensorMap* k_map,
+                 const TensorMap* v_map) {
+  const int lane = threadIdx.x, num_items = p.num_work * p.num_heads;
+  u32 tile = 0, item_count = 0;  // since the kernel began
+  for (int round = 0; round * (int)gridDim.x < num_items; round++) {
+    const int index = item_index(round);
+    if (index >= num_items) continue;
+    const Item item(p.work, index, p.num_heads, p.window);
+    if (item.is_empty()) continue;
+    const int kv_head = item.head / (p.num_heads / p.num_kv_heads);
+    const int* table = p.block_table + (i64)p.rows[item.batch_row] * p.table_stride;
+    const int last_block = (item.kv_len - 1) / BLOCK_SIZE;
+    for (int j = item.last_tile; j >= item.first_tile; j--, tile++) {
+      const u32 stage = tile % STAGES, parity = (tile / STAGES & 1) ^ 1;
+      int y = 0;  // row of the cache, seen as a matrix; blocks beyond the last are masked: any will do
+      if (lane < BLOCKS_PER_TILE)
+        y = (table[min(j * BLOCKS_PER_TILE + lane, last_block)] * p.num_kv_heads + kv_head) * BLOCK_SIZE;
+
+      mbarrier_wait(smem.k_empty(stage), parity);
+      if (lane == 0) mbarrier_arrive_expect(smem.k_full(stage), KV_BYTES);
+      __syncwarp();
+      if (lane < BLOCKS_PER_TILE)
+        for (int h = 0; h < HALVES; h++)
+          tma_load_2d(smem.k_tile(stage) + h * KV_HALF + lane * BLOCK_SIZE * 128, k_map, smem.k_full(stage), h * 64, y);
+
+      if (j == item.last_tile && lane == 0) {
+        mbarrier_wait(smem.q_empty(), (item_count & 1) ^ 1);
+        mbarrier_arrive_expect(smem.q_full(), Q_BYTES);
+        const int token = p.q_start[item.batch_row] + item.q_row;
+        for (int h = 0; h < HALVES; h++)
+          tma_load_3d(smem.q + h * Q_HALF, q_map, smem.q_full(), h * 64, item.head, token);
+      }
+      __syncwarp();
+
+      mbarrier_wait(smem.v_empty(stage), parity);
+      if (lane == 0) mbarrier_arrive_expect(smem.v_full(stage), KV_BYTES);
+      __syncwarp();
+      if (lane < BLOCKS_PER_TILE)
+        for (int h = 0; h < HALVES; h++)
+          tma_load_2d(smem.v_tile(stage) + h * KV_HALF + lane * BLOCK_SIZE * 128, v_map, smem.v_full(stage), h * 64, y);
+    }
+    item_count++;
+  }
+}
+
+// Four lanes of a quad hold words v[0..3] each; afterwards lane t holds word t of lanes 0 ... 3.
+DEV void transpose_quad(u32 (&v)[4], int t) {
+  const bool odd = t & 1, high = t & 2;
+  for (int i = 0; i < 4; i += 2) {
+    const u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
+    if (odd) v[i] = got; else v[i + 1] = got;
+  }
+  for (int i = 0; i < 2; i++) {
+    const u32 got = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
+    if (high) v[i] = got; else v[i + 2] = got;
+  }
+}
+
+DEV float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+DEV float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Rows of a V tile from `row` on become zero: 0 * (whatever lies beyond the sequence) must be 0.
+DEV void zero_rows(u32 tile, int row, int thread) {
+  for (int h = 0; h < HALVES; h++)
+    for (int i = row * 8 + thread; i < KEYS * 8; i += 128)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(tile + h * KV_HALF + i * 16), "r"(0) : "memory");
+}
+
+// One warpgroup. Accumulators and fragments: see wgmma in common/sm90.cuh.
+DEV void consume(const Params& p, const Smem& smem, int consumer) {
+  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int num_items = p.num_work * p.num_heads;
+  const int row_in_item = consumer * 64 + warp * 16 + g;  // my rows: this one and the one 8 below
+  const u32 q = smem.q + consumer * 64 * 128;
+  const int my_turn = 1 + consumer, next_turn = 1 + (consumer + 1) % CONSUMERS, own_barrier = 1 + CONSUMERS + consumer;
+  u32 tile = 0, item_count = 0;  // as the producer counts
+
+  if (consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+  for (int round = 0; round * (int)gridDim.x < num_items; round++) {
+    const int index = item_index(round);
+    if (index >= num_items) continue;
+    const Item item(p.work, index, p.num_heads, p.window);
+    if (item.is_empty()) continue;
+
+    float o[HEAD_DIM / 2], s[KEYS / 2];
+    u32 fragments[KEYS / 16][4];  // P
+    float max0 = MASKED, max1 = MASKED, sum0 = 0.f, sum1 = 0.f, rescale0, rescale1;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+    const int pos0 = item.first_pos + row_in_item, pos1 = pos0 + 8;
+    const int lowest_pos = item.first_pos + consumer * 64, highest_pos = lowest_pos + 63;
+
+    auto start_scores = [&](u32 stage) {
+      const u32 k = smem.k_tile(stage);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 16; i++)
+        wgmma_ss(s, descriptor_k_major(q + i / 4 * Q_HALF + i % 4 * 32), descriptor_k_major(k + i / 4 * KV_HALF + i % 4 * 32), i > 0);
+      wgmma_commit();
+    };
+    auto start_output = [&](u32 stage) {
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < KEYS / 16; i++)
+        wgmma_rs(o, fragments[i], descriptor_mn_major(smem.v_tile(stage) + i * 2048, KV_HALF), 1);
+      wgmma_commit();
+    };
+    auto wait_values = [&](u32 number, int j) {
+      const u32 stage = number % STAGES;
+      mbarrier_wait(smem.v_full(stage), number / STAGES & 1);
+      if ((j + 1) * KEYS > item.kv_len) {  // both consumers write the same zeros
+        zero_rows(smem.v_tile(stage), item.kv_len - j * KEYS, thread);
+        fence_async_proxy();
+        named_barrier_sync(own_barrier, 128);
+      }
+    };
+    auto release = [&](u32 barrier) {
+      if (lane == 0) mbarrier_arrive(barrier);
+    };
+    auto softmax = [&](int j) {
+#ifdef SOFTCAP
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) s[i] = 1.f - 2.f * reciprocal_approx(1.f + exp2_approx(s[i] * p.scale_inner));
+#endif
+      const int first_key = j * KEYS;
+      if (first_key + KEYS - 1 > lowest_pos || first_key <= highest_pos - p.window) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+          const int key = first_key + i / 4 * 8 + t * 2 + (i & 1), pos = i & 2 ? pos1 : pos0;
+          if (key > pos || key <= pos - p.window) s[i] = MASKED;
+        }
+      }
+      float top0 = MASKED, top1 = MASKED;
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i += 4) {
+        top0 = fmaxf(top0, fmaxf(s[i], s[i + 1]));
+        top1 = fmaxf(top1, fmaxf(s[i + 2], s[i + 3]));
+      }
+      const float new0 = fmaxf(max0, quad_max(top0) * p.scale_log2), new1 = fmaxf(max1, quad_max(top1) * p.scale_log2);
+      rescale0 = exp2_approx(max0 - new0), rescale1 = exp2_approx(max1 - new1);
+      max0 = new0, max1 = new1;
+      float part0 = 0.f, part1 = 0.f;
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i += 4) {
+        s[i] = exp2_approx(s[i] * p.scale_log2 - new0), s[i + 1] = exp2_approx(s[i + 1] * p.scale_log2 - new0);
+        s[i + 2] = exp2_approx(s[i + 2] * p.scale_log2 - new1), s[i + 3] = exp2_approx(s[i + 3] * p.scale_log2 - new1);
+        part0 += s[i] + s[i + 1];
+        part1 += s[i + 2] + s[i + 3];
+      }
+      sum0 = sum0 * rescale0 + part0, sum1 = sum1 * rescale1 + part1;
+    };
+    auto pack_probabilities = [&] {
+#pragma unroll
+      for (int i = 0; i < KEYS / 16; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) fragments[i][e] = pack2(s[8 * i + 2 * e], s[8 * i + 2 * e + 1]);
+    };
+
+    // The first tile has no product with V of an earlier one to start.
+    int j = item.last_tile;
+    mbarrier_wait(smem.q_full(), item_count & 1);
+    mbarrier_wait(smem.k_full(tile % STAGES), tile / STAGES & 1);
+    named_barrier_sync(my_turn, 256);
+    start_scores(tile % STAGES);
+    wgmma_wait<0>();
+    named_barrier_arrive(next_turn, 256);
+    release(smem.k_empty(tile % STAGES));
+    if (item.num_tiles() == 1) release(smem.q_empty());
+    softmax(j);
+    pack_probabilities();
+
+    for (j--, tile++; j >= item.first_tile; j--, tile++) {
+      const u32 stage = tile % STAGES, last_stage = (tile - 1) % STAGES;
+      mbarrier_wait(smem.k_full(stage), tile / STAGES & 1);
+      named_barrier_sync(my_turn, 256);
+      start_scores(stage);
+      wait_values(tile - 1, j + 1);
+      start_output(last_stage);
+      named_barrier_arrive(next_turn, 256);
+      wgmma_wait<1>();
+      release(smem.k_empty(stage));
+      if (j == item.first_tile) release(smem.q_empty());
+      softmax(j);
+      wgmma_wait<0>();
+      release(smem.v_empty(last_stage));
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+        o[i] *= rescale0, o[i + 1] *= rescale0;
+        o[i + 2] *= rescale1, o[i + 3] *= rescale1;
+      }
+      pack_probabilities();
+    }
+    wait_values(tile - 1, item.first_tile);
+    start_output((tile - 1) % STAGES);
+    wgmma_wait<0>();
+    release(smem.v_empty((tile - 1) % STAGES));
+    item_count++;
+
+    const float inverse0 = 1.f / quad_sum(sum0), inverse1 = 1.f / quad_sum(sum1);
+    const int q_row = item.q_row + row_in_item;
+    const i64 row_stride = (i64)p.num_heads * HEAD_DIM;
+    scalar_t* out = p.out + (p.q_start[item.batch_row] + q_row) * row_stride + item.head * HEAD_DIM;
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; n += 4) {  // 32 columns: after the exchange lane t has 8 t ... 8 t + 7
+      u32 upper[4], lower[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* c = o + 4 * (n + i);
+        upper[i] = pack2(c[0] * inverse0, c[1] * inverse0);
+        lower[i] = pack2(c[2] * inverse1, c[3] * inverse1);
+      }
+      transpose_quad(upper, t);
+      transpose_quad(lower, t);
+      scalar_t* to = out + (n + t) * 8;
+      if (q_row < item.q_len) *(uint4*)to = make_uint4(upper[0], upper[1], upper[2], upper[3]);
+      if (q_row + 8 < item.q_len) *(uint4*)(to + 8 * row_stride) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
+    }
+  }
+  if (consumer == 0) named_barrier_sync(my_turn, 256);  // the last token, so that no barrier stays half full
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_prefill_sm90(
+    const __grid_constant__ TensorMap q_map,  // [T, num_heads, HEAD_DIM], box [Q_ROWS, 1, 64]
+    const __grid_constant__ TensorMap k_map,  // [blocks * num_kv_heads * BLOCK_SIZE, HEAD_DIM], box [BLOCK_SIZE, 64]
+    const __grid_constant__ TensorMap v_map,
+    scalar_t* __restrict__ out, const int* __restrict__ block_table, const int* __restrict__ rows,
+    const int4* __restrict__ work, const int* __restrict__ q_start, int num_work, int table_stride,
+    int num_heads, int num_kv_heads, int window, float scale_log2, float scale_inner)
+{
+  extern __shared__ u8 raw[];
+  const Smem smem(raw);
+  const Params params{out, block_table, rows, work, q_start, num_work, table_stride,
+                      num_heads, num_kv_heads, window, scale_log2, scale_inner};
+  const int warpgroup = threadIdx.x >> 7;
+  if (threadIdx.x == 0) {
+    mbarrier_init(smem.q_full(), 1);
+    mbarrier_init(smem.q_empty(), 4 * CONSUMERS);  // one arrival per consumer warp
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(smem.k_full(i), 1);
+      mbarrier_init(smem.v_full(i), 1);
+      mbarrier_init(smem.k_empty(i), 4 * CONSUMERS);
+      mbarrier_init(smem.v_empty(i), 4 * CONSUMERS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  grid_dependency_wait();
+  if (warpgroup == 0) {
+    registers_give<40>();
+    if (threadIdx.x < 32) produce(params, smem, &q_map, &k_map, &v_map);
+  } else {
+    registers_take<232>();
+    consume(params, smem, warpgroup - 1);
+  }
+}
