@@ -28,6 +28,10 @@ class StepInputs:
     query_start: list[int]  # [B + 1] first token of each row, then the end
     seq_lens: list[int]  # [B] tokens with KV once this step has run
     block_ids: npt.NDArray[np.int32]  # [B, max_blocks] as block_table
+    # for kernels. With rows_device, block_table is the whole table [num_rows, max_blocks], and row i of
+    # the batch is its row rows_device[i]:
+    rows_device: Tensor | None = None  # int32 [B]
+    seq_lens_device: Tensor | None = None  # int32 [B], as seq_lens
 
 
 @dataclass(frozen=True)

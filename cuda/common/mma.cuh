@@ -1,0 +1,110 @@
+// Matrix products of one warp on tensor cores (mma.sync) and the loads that feed them (ldmatrix), for
+// sm_80 and later. With lane = 4 * g + t (g in 0..7, t in 0..3), m16n8k16 spreads its matrices so:
+//
+//   A [16, 16]  a[0] (row g, columns 2t, 2t + 1)      a[2] (row g, columns 2t + 8, 2t + 9)
+//               a[1] (row g + 8, the same)            a[3] (row g + 8, the same)
+//   B [16, 8]   b0 (rows 2t, 2t + 1, column g)        b1 (rows 2t + 8, 2t + 9, column g)
+//   C [16, 8]   c[0], c[1] (row g, columns 2t, 2t + 1)   c[2], c[3] (row g + 8, the same)
+//
+// Two numbers of 16 bits share a register, the first in its low half. So C of one product, packed to 16
+// bits, is A of the next: columns 8n .. 8n + 15 of C are a[0..3] from c of tile n and of tile n + 1.
+#pragma once
+#include "async_copy.cuh"
+
+#ifdef SLUICE_EMULATE
+
+// In terms of warp shuffles.
+DEV int emulated_lane() { return threadIdx.x & 31; }
+
+template <bool TRANSPOSED, int COUNT> DEV void emulated_ldmatrix(u32* r, smem_t address) {
+  const int g = emulated_lane() >> 2, t = emulated_lane() & 3;
+  for (int i = 0; i < COUNT; i++) {
+    u16 pair[2];
+    for (int e = 0; e < 2; e++) {
+      const int row = TRANSPOSED ? 2 * t + e : g, column = TRANSPOSED ? g : 2 * t + e;
+      const smem_t from = (smem_t)__shfl_sync(~0u, (u64)address, 8 * i + row);
+      __builtin_memcpy(&pair[e], from + 2 * column, 2);
+    }
+    r[i] = pair[0] | (u32)pair[1] << 16;
+  }
+}
+DEV void ldmatrix_x4(u32 (&r)[4], smem_t address) { emulated_ldmatrix<false, 4>(r, address); }
+DEV void ldmatrix_x2(u32 (&r)[4], smem_t address) { emulated_ldmatrix<false, 2>(r, address); }
+DEV void ldmatrix_x4_transposed(u32 (&r)[4], smem_t address) { emulated_ldmatrix<true, 4>(r, address); }
+DEV void ldmatrix_x2_transposed(u32 (&r)[4], smem_t address) { emulated_ldmatrix<true, 2>(r, address); }
+
+template <void UNPACK(u32, float&, float&)>
+DEV void emulated_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const int g = emulated_lane() >> 2, t = emulated_lane() & 3;
+  for (int half = 0; half < 2; half++)      // k 0..7, then 8..15
+    for (int pair = 0; pair < 4; pair++) {  // k = 8 * half + 2 * pair, + 1
+      float a_low[2], a_high[2];
+      UNPACK(__shfl_sync(~0u, a[2 * half], 4 * g + pair), a_low[0], a_low[1]);
+      UNPACK(__shfl_sync(~0u, a[2 * half + 1], 4 * g + pair), a_high[0], a_high[1]);
+      for (int e = 0; e < 2; e++) {
+        float b[2];
+        UNPACK(__shfl_sync(~0u, half ? b1 : b0, 4 * (2 * t + e) + pair), b[0], b[1]);
+        c[e] += a_low[0] * b[0] + a_low[1] * b[1];
+        c[2 + e] += a_high[0] * b[0] + a_high[1] * b[1];
+      }
+    }
+}
+DEV void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulated_mma<unpack_bf16>(c, a, b0, b1); }
+DEV void mma_fp16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulated_mma<unpack_fp16>(c, a, b0, b1); }
+
+DEV float exp2_fast(float x) { return __builtin_exp2f(x); }
+DEV float log2_fast(float x) { return __builtin_log2f(x); }
+DEV float reciprocal_fast(float x) { return 1.f / x; }
+
+#else
+
+// Matrices of 8 rows of 16 bytes: register i gets matrix i, laid out as a quarter of A. Lane 8 * i + j
+// holds the address of row j of matrix i. Transposed: rows and columns of 16-bit numbers swap.
+DEV void ldmatrix_x4(u32 (&r)[4], smem_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+DEV void ldmatrix_x4_transposed(u32 (&r)[4], smem_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// Two matrices, into r[0] and r[1]; the addresses of lanes 16 to 31 are not used.
+DEV void ldmatrix_x2(u32 (&r)[4], smem_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+}
+DEV void ldmatrix_x2_transposed(u32 (&r)[4], smem_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+}
+
+// c += A B
+DEV void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEV void mma_fp16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Of the special function unit: about 22 good bits, denormals are zero.
+DEV float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#endif
