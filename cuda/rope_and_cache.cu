@@ -4,8 +4,8 @@
 //   -DSCALAR_* -DHEAD_DIM=<multiple of 16> -DBLOCK_SIZE=<tokens in a block of the cache>
 //   -DQK_NORM=0 | 1   -DROPE_FP32=0 | 1 (type of cos and sin)   -DKV_FP8=0 | 1 (e4m3) | 2 (e5m2)
 //
-// A block has one token. A group of GROUP lanes has one head; a lane has 8 elements of the head's first
-// half and the 8 that they are rotated with, half a head further on:
+// Grid: (T, as many blocks as the heads of a token need). A group of GROUP lanes has one head; a lane has
+// 8 elements of the head's first half and the 8 that they are rotated with, half a head further on:
 //
 //   head   | lane 0 | lane 1 | ... | lane 0 | lane 1 | ... |       16 bytes each
 //          |<---- HEAD_DIM / 2 --->|<---- HEAD_DIM / 2 --->|
@@ -56,7 +56,7 @@ DEV void store_kv(kv_t* p, const float (&x)[8], float inverse_scale) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(256, 4)
 rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_heads, HEAD_DIM]
                const void* __restrict__ cos,      // [T, >= HALF], angle_stride elements from row to row
                const void* __restrict__ sin,      // likewise
@@ -67,72 +67,68 @@ rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_
                kv_t* __restrict__ v_cache, i64 qkv_stride, i64 angle_stride, int num_heads,
                int num_kv_heads, float eps, float inverse_k_scale, float inverse_v_scale) {
   const i64 token = blockIdx.x;
-  const i64 slot = slots[token], block = slot / BLOCK_SIZE, offset = slot % BLOCK_SIZE;
+  const int item = blockIdx.y * blockDim.x + threadIdx.x;
+  const int head = item / GROUP, lane = item % GROUP, element = lane * 8;
   const int num_rotated = num_heads + num_kv_heads;
-  const int num_items = (num_rotated + num_kv_heads) * GROUP;
-  const int lane = threadIdx.x % GROUP, element = lane * 8;
-  const bool has_elements = lane < LANES;
+  // whole warps go on, for the sums over lanes
+  const bool active = lane < LANES && head < num_rotated + num_kv_heads;
+  const bool is_rotated = active && head < num_rotated;
 
+  // all loads first, so that their latencies overlap
+  const i64 slot = slots[token];
+  uint4 first_half = make_uint4(0, 0, 0, 0), second_half = first_half;
+  if (active) {
+    const scalar_t* p = qkv + token * qkv_stride + head * HEAD_DIM + element;
+    first_half = load16(p);
+    second_half = load16(p + HALF);
+  }
   float c[8], s[8];
-#pragma unroll
-  for (int e = 0; e < 8; e++) c[e] = s[e] = 0.f;
-  if (has_elements) {
+  if (is_rotated) {
     load_angles((const u8*)cos + token * angle_stride * ANGLE_BYTES, element, c);
     load_angles((const u8*)sin + token * angle_stride * ANGLE_BYTES, element, s);
   }
+  float a[8], b[8];
+  unpack16(first_half, a);
+  unpack16(second_half, b);
 
-  // whole warps take part in each round, for the sums over lanes
-  for (int first = threadIdx.x & ~31; first < num_items; first += blockDim.x) {
-    const int head = (first + threadIdx.x % 32) / GROUP;
-    const bool active = has_elements && head < num_rotated + num_kv_heads;
-    float a[8], b[8];
+  if (QK_NORM) {
+    float sum = 0.f;
 #pragma unroll
-    for (int e = 0; e < 8; e++) a[e] = b[e] = 0.f;
-    if (active) {
-      const scalar_t* p = qkv + token * qkv_stride + head * HEAD_DIM + element;
-      const uint4 first_half = load16(p), second_half = load16(p + HALF);
-      unpack16(first_half, a);
-      unpack16(second_half, b);
-    }
-
-    if (QK_NORM) {
-      float sum = 0.f;
-#pragma unroll
-      for (int e = 0; e < 8; e++) sum += a[e] * a[e] + b[e] * b[e];
-      const float scale = rsqrtf(warp_sum<GROUP>(sum) / HEAD_DIM + eps);
-      if (active && head < num_rotated) {
-        float ga[8], gb[8];
-        unpack16(load16(qk_norm + head * HEAD_DIM + element), ga);
-        unpack16(load16(qk_norm + head * HEAD_DIM + element + HALF), gb);
-#pragma unroll
-        for (int e = 0; e < 8; e++) {
-          a[e] = rounded(rounded(a[e] * scale) * ga[e]);
-          b[e] = rounded(rounded(b[e] * scale) * gb[e]);
-        }
-      }
-    }
-    if (!active) continue;
-
-    if (head < num_rotated) {
+    for (int e = 0; e < 8; e++) sum += a[e] * a[e] + b[e] * b[e];
+    const float scale = rsqrtf(warp_sum<GROUP>(sum) / HEAD_DIM + eps);
+    if (is_rotated) {
+      float ga[8], gb[8];
+      unpack16(load16(qk_norm + head * HEAD_DIM + element), ga);
+      unpack16(load16(qk_norm + head * HEAD_DIM + element + HALF), gb);
 #pragma unroll
       for (int e = 0; e < 8; e++) {
-        const float x = a[e], y = b[e];
-        a[e] = x * c[e] - y * s[e];
-        b[e] = y * c[e] + x * s[e];
+        a[e] = rounded(rounded(a[e] * scale) * ga[e]);
+        b[e] = rounded(rounded(b[e] * scale) * gb[e]);
       }
     }
-    if (head < num_heads) {
-      scalar_t* p = q_out + (token * num_heads + head) * HEAD_DIM + element;
-      store16(p, pack16(a));
-      store16(p + HALF, pack16(b));
-    } else {
-      const bool is_key = head < num_rotated;
-      const int kv_head = head - (is_key ? num_heads : num_rotated);
-      kv_t* p = (is_key ? k_cache : v_cache) +
-                ((block * num_kv_heads + kv_head) * BLOCK_SIZE + offset) * HEAD_DIM + element;
-      const float inverse_scale = is_key ? inverse_k_scale : inverse_v_scale;
-      store_kv(p, a, inverse_scale);
-      store_kv(p + HALF, b, inverse_scale);
+  }
+  if (!active) return;
+
+  if (is_rotated) {
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const float x = a[e], y = b[e];
+      a[e] = x * c[e] - y * s[e];
+      b[e] = y * c[e] + x * s[e];
     }
   }
+  if (head < num_heads) {
+    scalar_t* p = q_out + (token * num_heads + head) * HEAD_DIM + element;
+    store16(p, pack16(a));
+    store16(p + HALF, pack16(b));
+    return;
+  }
+  const i64 block = slot / BLOCK_SIZE, offset = slot % BLOCK_SIZE;
+  const bool is_key = is_rotated;
+  const int kv_head = head - (is_key ? num_heads : num_rotated);
+  const float inverse_scale = is_key ? inverse_k_scale : inverse_v_scale;
+  kv_t* p = (is_key ? k_cache : v_cache) +
+            ((block * num_kv_heads + kv_head) * BLOCK_SIZE + offset) * HEAD_DIM + element;
+  store_kv(p, a, inverse_scale);
+  store_kv(p + HALF, b, inverse_scale);
 }
