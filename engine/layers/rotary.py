@@ -74,7 +74,11 @@ def yarn_frequencies(rope: RopeConfig, head_dim: int, exponents: Tensor) -> Tens
 
 
 class Rotary:
-    """cos and sin of every position's angles, computed in float32, kept in the model's dtype."""
+    """cos and sin of every position's angles, computed in float32.
+
+    On a CPU they are kept in the model's dtype, as rotation is done in it there; a GPU's kernel rotates
+    in float32.
+    """
 
     def __init__(
         self,
@@ -87,9 +91,12 @@ class Rotary:
         frequencies = inverse_frequencies(rope, head_dim, max_model_len)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         table = torch.cat((angles.cos(), angles.sin()), -1) * rope.attention_factor
-        self.table = table.to(dtype).to(device)  # [max_model_len, head_dim]: cos, then sin
+        kept = torch.float32 if device.type == "cuda" else dtype
+        self.table = table.to(device, kept)  # [max_model_len, head_dim]: cos, then sin
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> cos and sin [T, 1, head_dim], spread as ops.rope_and_cache wants them."""
+        """int64 [T] -> cos and sin, laid out as ops.rope_and_cache wants them on this device."""
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, -1)
+        if self.table.is_cuda:
+            return cos, sin
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

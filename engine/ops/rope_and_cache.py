@@ -1,24 +1,32 @@
 """Rotate queries and keys by their positions, and store keys and values in the KV cache.
 
 Contract
-    qkv       [T, (Hq + 2 * Hkv) * D] bfloat16 or float32, contiguous: the heads of q, k, v in turn;
-              its contents are arbitrary afterwards
-    cos, sin  [T, 1, D] of qkv's dtype, as layers/rotary.py makes them: cos twice over the two halves
-              of a head, sin negated in the first half
+    qkv       [T, (Hq + 2 * Hkv) * D] bfloat16, float16 or float32, contiguous: the heads of q, k, v in
+              turn; its contents are arbitrary afterwards
+    cos, sin  of each token's angles, as layers/rotary.py makes them. On a CPU [T, 1, D] of qkv's dtype:
+              cos twice over the two halves of a head, sin negated in the first half. On a GPU
+              [T, 1, D / 2] float32 or of qkv's dtype, once and plain
     slots     int64 [T] block * block_size + offset: where each token's key and value go; slots of
               different tokens differ, but for padding tokens, which share slot 0
-    k_cache, v_cache  [num_blocks, Hkv, block_size, D] of qkv's dtype, written at `slots`. On a CPU
-              laid out head first, so that [Hkv, num_blocks * block_size, D] is a view
+    k_cache, v_cache  [num_blocks, Hkv, block_size, D] of qkv's dtype, or float8_e4m3fn or float8_e5m2,
+              written at `slots`. On a CPU laid out head first, so that [Hkv, num_blocks * block_size, D]
+              is a view; on a GPU contiguous
     num_heads Hq
     qk_norm   [Hq + Hkv, D] weights of a per-head RMS norm of q and k before rotation, or None
+    k_scale, v_scale  8-bit caches hold k / k_scale and v / v_scale, what is too large as the largest
     returns   q [T, Hq, D], rotated; a view with D contiguous
 
 Rotation (https://arxiv.org/abs/2104.09864, halves instead of neighbouring pairs): with x = (a, b),
 out = (a cos - b sin, b cos + a sin) = x * cos + swap(x) * sin for the signed sin above.
 """
 
+from functools import cache
+
+import numpy as np
+import torch
 from torch import Tensor
 
+from engine.ops import jit
 from engine.ops.rms_norm import rms_norm
 
 
@@ -32,9 +40,12 @@ def rope_and_cache(
     num_heads: int,
     qk_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """See the module's contract."""
-    return reference(qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm, eps)
+    run = launch if qkv.is_cuda and has_kernel(qkv.dtype, k_cache.shape[3]) else reference
+    return run(qkv, cos, sin, slots, k_cache, v_cache, num_heads, qk_norm, eps, k_scale, v_scale)
 
 
 def reference(
@@ -47,6 +58,8 @@ def reference(
     num_heads: int,
     qk_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """In torch: one rotation for q and k together, one scatter each for k and v."""
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
@@ -55,19 +68,156 @@ def reference(
     qk = heads[:, :num_rotated]
     if qk_norm is not None:
         qk = rms_norm(qk, qk_norm, eps)
+    if cos.shape[-1] != head_dim:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     # product and sum apart: a fused multiply-add would round differently here and there
-    swapped = qk.roll(head_dim // 2, -1)
-    rotated = (qk * cos).add_(swapped.mul_(sin))
-    scatter(k_cache, slots, rotated[:, num_heads:])
-    scatter(v_cache, slots, heads[:, num_rotated:])
+    swapped = qk.roll(head_dim // 2, -1).to(cos.dtype)
+    rotated = (qk * cos).add_(swapped.mul_(sin)).to(qk.dtype)
+    scatter(k_cache, slots, quantized(rotated[:, num_heads:], k_cache.dtype, k_scale))
+    scatter(v_cache, slots, quantized(heads[:, num_rotated:], v_cache.dtype, v_scale))
     return rotated[:, :num_heads]
+
+
+def quantized(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """values / scale, clamped to what `dtype` holds, if that has 8 bits; else the values."""
+    if dtype.itemsize != 1:
+        return values
+    limit = torch.finfo(dtype).max
+    return (values.float() * np.float32(1 / scale)).clamp(-limit, limit).to(dtype)
 
 
 def scatter(cache: Tensor, slots: Tensor, values: Tensor) -> None:
     """cache[slot // block_size, :, slot % block_size] = values [T, Hkv, D] for each token's slot."""
+    if cache.dtype.itemsize == 1:
+        cache, values = (
+            cache.view(torch.uint8),
+            values.view(torch.uint8),
+        )  # indexing lacks 8-bit floats
     by_head = cache.transpose(0, 1)
     if by_head.is_contiguous():
         by_head.flatten(1, 2).index_copy_(1, slots, values.transpose(0, 1))
     else:
         block_size = cache.shape[2]
         cache[slots // block_size, :, slots % block_size] = values
+
+
+# --- CUDA: cuda/rope_and_cache.cu ---
+
+SOURCE, NAME = "rope_and_cache.cu", "rope_and_cache"
+MAX_THREADS = 256
+FP8_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # of the macro KV_FP8
+
+
+def has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 16 == 0 and head_dim <= 512
+
+
+def launch(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    qk_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_tokens, half = qkv.shape[0], head_dim // 2
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return q
+    sin = sin[..., -half:]  # the plain half of a spread one
+    assert cos.stride(0) == sin.stride(0), "cos and sin are parts of one table, or alike"
+    assert k_cache.is_contiguous(), "a GPU's cache is contiguous"
+    assert v_cache.is_contiguous(), "a GPU's cache is contiguous"
+    run = kernel(
+        head_dim,
+        block_size,
+        qkv.dtype,
+        k_cache.dtype,
+        qk_norm is not None,
+        cos.dtype == torch.float32,
+    )
+    num_blocks, threads = geometry(num_heads + 2 * num_kv_heads, head_dim)
+    run(
+        (num_tokens, num_blocks),
+        (threads,),
+        (
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            0 if qk_norm is None else qk_norm.data_ptr(),
+            q.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            np.int64(qkv.stride(0)),
+            np.int64(cos.stride(0)),
+            np.int32(num_heads),
+            np.int32(num_kv_heads),
+            np.float32(eps),
+            np.float32(1 / k_scale),
+            np.float32(1 / v_scale),
+        ),
+    )
+    return q
+
+
+@cache
+def geometry(num_heads: int, head_dim: int) -> tuple[int, int]:
+    """Blocks for a token and threads in a block, all blocks alike, for `num_heads` of q, k and v."""
+    lanes = head_dim // 16
+    group = max(2, 1 << (lanes - 1).bit_length())  # as in the kernel
+    items = num_heads * group
+    num_blocks = -(-items // MAX_THREADS)
+    return num_blocks, -(-items // (num_blocks * 32)) * 32
+
+
+@cache
+def kernel(
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    has_norm: bool,
+    has_float32_angles: bool,
+) -> jit.Kernel:
+    spec = variant(head_dim, block_size, dtype, kv_dtype, has_norm, has_float32_angles)
+    return jit.kernel(spec.source, spec.name, spec.defines)
+
+
+def variant(
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    has_norm: bool,
+    has_float32_angles: bool = True,
+) -> jit.VariantSpec:
+    if kv_dtype != dtype and kv_dtype not in FP8_CODES:
+        raise ValueError(
+            f"a KV cache of {kv_dtype} for a model in {dtype}: use {dtype}, float8_e4m3fn or float8_e5m2"
+        )
+    defines = {
+        jit.scalar_define(dtype): 1,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "QK_NORM": int(has_norm),
+        "ROPE_FP32": int(has_float32_angles),
+        "KV_FP8": FP8_CODES.get(kv_dtype, 0),
+    }
+    return jit.VariantSpec(SOURCE, NAME, defines)
+
+
+def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
+    """With and without norms of q and k: the config does not say, and one takes 0.1 s to compile."""
+    if not has_kernel(config.dtype, config.head_dim):
+        return []
+    return [
+        variant(config.head_dim, config.block_size, config.dtype, config.kv_dtype, has_norm)
+        for has_norm in (False, True)
+    ]
