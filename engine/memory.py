@@ -1,5 +1,7 @@
 """How much KV cache fits, and the start-up account of memory."""
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.models.config import ModelConfig
@@ -45,3 +47,28 @@ def cgroup_headroom_bytes() -> int | None:
             return max(0, int(text) - int(file.read()))
     except (OSError, ValueError):
         return None
+
+
+@dataclass
+class GpuMemory:
+    """Where a GPU's memory goes, in bytes. `rows` sums to `total`."""
+
+    total: int
+    others: int  # held by other processes and by the driver before anything was loaded
+    weights: int
+    activations: int
+    kv_cache: int = 0
+    graphs: int = 0
+    reserve: int = 0  # left alone by --gpu-memory-utilization
+
+    def rows(self) -> list[tuple[str, int]]:
+        named = [
+            ("other processes and driver", self.others),
+            ("weights", self.weights),
+            ("activations (measured peak)", self.activations),
+            ("KV cache", self.kv_cache),
+            ("CUDA graphs", self.graphs),
+            ("left free (--gpu-memory-utilization)", self.reserve),
+        ]
+        used = sum(size for _, size in named)
+        return [*named, ("unaccounted", self.total - used)]

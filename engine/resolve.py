@@ -39,6 +39,10 @@ class Resolved:
     overlap: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
     def set(self, name: str, value: object, reason: str) -> None:
         setattr(self, name, value)
         self.reasons[name] = reason
@@ -61,28 +65,46 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
 
 
 def decide_device(r: Resolved, config: EngineConfig) -> None:
-    if config.device == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "--device cuda: torch sees no CUDA device; use --device cpu, or install a driver "
-                "and a CUDA build of torch",
-                exit_code=75,
-            )
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
         raise ConfigError(
-            "--device cuda: this version computes on CPUs only; use --device cpu", exit_code=75
+            "--device cuda: torch sees no CUDA device; use --device cpu, or install a driver and a "
+            "CUDA build of torch",
+            exit_code=75,
         )
-    r.set("device", torch.device("cpu"), "flag" if config.device == "cpu" else "auto: CPU engine")
+    if config.device == "cpu" or not has_gpu:
+        reason = "flag" if config.device == "cpu" else "auto: torch sees no GPU"
+        r.set("device", torch.device("cpu"), reason)
+        return
+    device = torch.device("cuda", 0)
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the "
+            "kernels need 8.0 (Ampere) or newer; use --device cpu",
+            exit_code=75,
+        )
+    r.set("device", device, "flag" if config.device == "cuda" else "auto: torch sees a GPU")
 
 
 def decide_dtype(r: Resolved, config: EngineConfig, model: ModelConfig) -> None:
     if config.dtype != "auto":
         r.set("dtype", TORCH_DTYPES[config.dtype], "flag")
+    elif r.is_gpu:
+        stored = TORCH_DTYPES.get(model.dtype or "", torch.float32)
+        r.set(
+            "dtype",
+            torch.bfloat16 if stored is torch.float32 else stored,
+            f"auto: the checkpoint is {model.dtype or 'of unknown dtype'}",
+        )
     elif has_fast_bfloat16():
         r.set("dtype", torch.bfloat16, "auto: this CPU multiplies bfloat16 natively")
     else:
         r.set("dtype", torch.float32, "auto: bfloat16 is slow on this CPU")
-    if r.dtype is torch.float16:
+    if r.dtype is torch.float16 and not r.is_gpu:
         raise ConfigError("--dtype float16 is for GPUs; on a CPU use bfloat16 or float32")
+    if r.dtype is torch.float32 and r.is_gpu:
+        raise ConfigError("--dtype float32 is for CPUs; on a GPU use bfloat16 or float16")
 
 
 def has_fast_bfloat16() -> bool:
@@ -122,12 +144,16 @@ def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
     if seqs:
         r.set("max_num_seqs", seqs, "flag")
     else:
-        seqs = min(64, budget) if budget else 64
-        r.set("max_num_seqs", seqs, "auto: more does not pay on a CPU")
+        most = 256 if r.is_gpu else 64
+        reason = "auto: fills a GPU" if r.is_gpu else "auto: more does not pay on a CPU"
+        seqs = min(most, budget) if budget else most
+        r.set("max_num_seqs", seqs, reason)
     if budget:
         r.set("max_num_batched_tokens", budget, "flag")
     elif not config.enable_chunked_prefill:
-        r.set("max_num_batched_tokens", r.max_model_len, "auto: whole prompts must fit")
+        r.set("max_num_batched_tokens", max(r.max_model_len, seqs), "auto: whole prompts must fit")
+    elif r.is_gpu:
+        r.set("max_num_batched_tokens", max(8192, seqs), "auto: large steps prefill fastest")
     else:
         r.set("max_num_batched_tokens", max(512, seqs), "auto: keeps steps short on a CPU")
     if r.max_num_batched_tokens < r.max_num_seqs:
@@ -144,20 +170,33 @@ def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
 
 
 def decide_block_size(r: Resolved, config: EngineConfig) -> None:
-    if config.block_size not in BLOCK_SIZES:
-        raise ConfigError(f"--block-size {config.block_size}: choose one of {BLOCK_SIZES}")
-    r.set("block_size", config.block_size, "flag or default")
+    if config.block_size == 0:
+        is_hopper = r.is_gpu and torch.cuda.get_device_capability(r.device)[0] == 9
+        reason = "auto: Hopper's copy engine prefers it" if is_hopper else "auto"
+        r.set("block_size", 64 if is_hopper else 16, reason)
+    elif config.block_size in BLOCK_SIZES:
+        r.set("block_size", config.block_size, "flag")
+    else:
+        raise ConfigError(
+            f"--block-size {config.block_size}: choose one of {BLOCK_SIZES}, or 0 (auto)"
+        )
 
 
 def decide_overlap(r: Resolved, config: EngineConfig) -> None:
-    if config.overlap == "auto":
-        r.set("overlap", False, "auto: a CPU computes inside the step, nothing to overlap")
-    else:
+    if config.overlap != "auto":
         r.set("overlap", config.overlap == "on", "flag")
+    elif r.is_gpu:
+        r.set("overlap", True, "auto: the next step is planned while the GPU computes")
+    else:
+        r.set("overlap", False, "auto: a CPU computes inside the step, nothing to overlap")
 
 
-def decide_num_blocks(r: Resolved, config: EngineConfig, model: ModelConfig) -> None:
+def decide_num_blocks(
+    r: Resolved, config: EngineConfig, model: ModelConfig, gpu_bytes: int | None = None
+) -> None:
     """Size the KV cache from the memory that is left once weights are loaded.
+
+    `gpu_bytes`: what a GPU has left for it (engine/memory.py measures that).
 
     Shrinks max_model_len if it was `auto`; raises ConfigError (75) if a request of the asked length
     cannot fit.
@@ -167,6 +206,9 @@ def decide_num_blocks(r: Resolved, config: EngineConfig, model: ModelConfig) -> 
         raise ConfigError("--num-blocks and --kv-cache-gib must not be negative")
     if config.num_blocks:
         usable, reason = config.num_blocks, "flag"
+    elif gpu_bytes is not None:
+        usable = max(0, gpu_bytes) // r.block_bytes - 1  # block 0 is reserved
+        reason = f"auto: {gpu_bytes / 2**30:.2f} GiB within --gpu-memory-utilization"
     else:
         memory, reason = kv_memory_bytes(config.kv_cache_gib)
         usable = memory // r.block_bytes
@@ -177,7 +219,12 @@ def decide_num_blocks(r: Resolved, config: EngineConfig, model: ModelConfig) -> 
             raise ConfigError(
                 f"one sequence of {r.max_model_len} tokens needs {need:.2f} GiB of KV cache, "
                 f"{usable * r.block_bytes / 2**30:.2f} GiB ({usable} blocks) are available; fits with "
-                f"--max-model-len {max(largest, r.block_size)} or --kv-cache-gib {need:.2f}",
+                f"--max-model-len {max(largest, r.block_size)} or "
+                + (
+                    "a higher --gpu-memory-utilization"
+                    if r.is_gpu
+                    else f"--kv-cache-gib {need:.2f}"
+                ),
                 exit_code=75,
             )
         r.set("max_model_len", largest, f"auto: shortened to what the KV cache holds ({reason})")

@@ -1,0 +1,134 @@
+"""A whole engine without server or tokenizer, for measurements: token ids in, counts and times out."""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engine.api.config import EngineConfig
+from engine.api.hashing import block_names
+from engine.api.messages import AddRequest, StepOutput
+from engine.api.sampling import SamplingParams
+from engine.build import build_engine
+
+# Shapes of well-known models, so that speed can be measured without their weights.
+SHAPES: dict[str, dict[str, object]] = {
+    "7b": {  # Qwen2.5-7B
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+    },
+    "0.5b": {  # Qwen2.5-0.5B
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+    },
+}
+
+
+def model_directory(name: str) -> str:
+    """A directory for --model: `name` itself, or a temporary one with the config of a known shape."""
+    if name not in SHAPES:
+        return name
+    folder = Path(tempfile.mkdtemp(prefix="sluice-shape-"))
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+    return str(folder)
+
+
+@dataclass
+class Progress:
+    """What one request has received."""
+
+    tokens: int = 0
+    first_token: float = 0.0  # time.monotonic()
+    last_token: float = 0.0
+    is_finished: bool = False
+
+
+@dataclass
+class Driver:
+    """An engine and the requests given to it."""
+
+    config: EngineConfig
+    requests: dict[int, Progress] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        started = time.monotonic()
+        self.engine = build_engine(self.config, self.receive)
+        self.loop = self.engine.loop
+        self.start_seconds = time.monotonic() - started
+
+    def add(self, prompt: np.ndarray, max_tokens: int, **params: object) -> int:
+        """Queue a prompt of token ids; returns the request's id."""
+        req_id = len(self.requests) + 1
+        self.requests[req_id] = Progress()
+        ids = prompt.astype(np.int32).tobytes()
+        names = b""
+        if self.config.enable_prefix_caching:
+            names = block_names(ids, self.engine.resolved.block_size)
+        settings: dict[str, object] = {"temperature": 0.0, "ignore_eos": True, "seed": 0, **params}
+        self.loop.take(
+            [
+                AddRequest(
+                    req_id=req_id,
+                    token_ids=ids,
+                    block_names=names,
+                    params=SamplingParams(max_tokens=max_tokens, **settings),  # type: ignore[arg-type]
+                    arrival_ns=time.monotonic_ns(),
+                )
+            ]
+        )
+        return req_id
+
+    def run(self) -> float:
+        """Run until all requests are done; seconds it took."""
+        started = time.monotonic()
+        while self.loop.has_work():
+            self.loop.step()
+        return time.monotonic() - started
+
+    def receive(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        for req_id, count in zip(output.req_ids, output.counts, strict=True):
+            if count:
+                progress = self.requests[req_id]
+                progress.first_token = progress.first_token or now
+                progress.last_token = now
+                progress.tokens += count
+        for index, _, _ in output.finished:
+            self.requests[output.req_ids[index]].is_finished = True
+        assert not output.rejected, output.rejected
+
+    def prompt(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        vocab_size = self.engine.limits.vocab_size
+        return rng.integers(10, vocab_size - 10, length, dtype=np.int32)
