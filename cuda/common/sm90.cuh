@@ -7,7 +7,7 @@
 //
 //   -DSLUICE_TRAP=1   a wait that does not end traps (an error) instead of hanging the device
 #pragma once
-#include "dtype.cuh"
+#include "common/dtype.cuh"
 
 // --- mbarriers. Waiting for parity p returns once phase p (0, 1, 0, ...) of the barrier is complete ---
 

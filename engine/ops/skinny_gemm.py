@@ -1,0 +1,257 @@
+"""y = x W^T for up to 32 rows, at the rate at which W can be read; with what surrounds it in a decoder.
+
+Contract
+    x        [M, K] bfloat16 or float16, M <= 32, K a multiple of 8, last dimension contiguous, rows at
+             multiples of 16 bytes; not changed
+    w        [N, K] of x's dtype, contiguous, as torch.nn.Linear has it; gated: [2 N, K], gate then up
+    bias     [N] (gated: [2 N]) or None
+    residual [M, N], last dimension contiguous, or None; `out` may be the same tensor
+    returns  out [M, N] of x's dtype, a fresh tensor unless given:
+
+                 y = x W^T + bias                            sums in float32, rounded once at the end
+      normed     x := rms_norm(x, norm_weight, eps) first    bfloat16 only
+      gated      y = silu(x gate^T + bias) * (x up^T + bias)
+      residual   y += residual
+
+A row of the result depends on its own row of x and nothing else, bit for bit: not on M, not on its
+place. That holds among M <= 32; a larger product is another library's. Normalisation is not computed
+ahead: x * norm_weight is rounded and multiplied, and the sum divided by the root mean square at the end,
+so products of large activations must fit the dtype, which rules out float16.
+
+The kernel is described in cuda/skinny_gemm.cu.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.ops import jit
+
+MAX_ROWS = 32
+DISPATCH_ROWS = 16  # up to here `linear_cuda` takes this kernel; beyond, x is as much to read as W
+WARPS = 8
+PIECE = 512  # bytes that a warp loads at once
+ROW_TILES = (3, 2, 1)  # of 16 rows of W, largest first: x is read once for each tile
+MAX_STAGES = 6
+IN_FLIGHT = 56 * 1024  # bytes that an SM should have under way to keep the memory busy
+H200 = (132, 227 * 1024)  # SMs, shared memory of a block; assumed where there is no device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is cut up. The order of its sums depends on none of this."""
+
+    row_tiles: int  # 16 rows of W each
+    column_tiles: int  # 8 rows of x each
+    stages: int
+    grid: int
+    block_rows: int  # outputs of a block
+    tile_rows: int  # outputs of a tile
+    smem_bytes: int
+
+
+def skinny_gemm(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    gated: bool = False,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """See the module's contract. Raises ValueError for what the kernel cannot do on a CUDA device."""
+    if not x.is_cuda:
+        return reference(x, w, bias, residual, out, gated=gated, norm_weight=norm_weight, eps=eps)
+    m, k = x.shape
+    n = w.shape[0] // 2 if gated else w.shape[0]
+    normed = norm_weight is not None
+    check(x, w, residual, normed)
+    if out is None:
+        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    column_tiles = column_tiles_for(m)
+    kernel, plan = prepare(column_tiles, n, x.dtype, gated, normed, x.device.index)
+    kernel(
+        (plan.grid,),
+        (32 * WARPS,),
+        (
+            out.data_ptr(),
+            x.data_ptr(),
+            w.data_ptr(),
+            bias.data_ptr() if bias is not None else 0,
+            residual.data_ptr() if residual is not None else 0,
+            norm_weight.data_ptr() if norm_weight is not None else 0,
+            np.int32(m),
+            np.int32(n),
+            np.int32(k),
+            np.int32(x.stride(0)),
+            np.int32(out.stride(0)),
+            np.int32(residual.stride(0) if residual is not None else 0),
+            np.int32(plan.block_rows),
+            np.int32(plan.tile_rows),
+            np.float32(eps),
+        ),
+    )
+    return out
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    gated: bool = False,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """The definition in float32, rounded once."""
+    wide = x.float()
+    if norm_weight is not None:
+        wide = F.rms_norm(wide, wide.shape[-1:], norm_weight.float(), eps)
+    y = F.linear(wide, w.float(), bias.float() if bias is not None else None)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b on a CUDA device: this kernel for few rows, torch's library for more."""
+    m, k = x.shape
+    is_few = m <= DISPATCH_ROWS and supports(m, weight.shape[0], k, x.dtype)
+    if is_few and x.stride(1) == 1 and x.stride(0) % 8 == 0:
+        return skinny_gemm(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel can multiply [m, k] by [n, k] transposed."""
+    return 1 <= m <= MAX_ROWS and n >= 1 and k % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
+
+
+def check(x: Tensor, w: Tensor, residual: Tensor | None, normed: bool) -> None:
+    """Raises ValueError with a remedy for tensors outside the contract."""
+    m, k = x.shape
+    if not supports(m, w.shape[0], k, x.dtype):
+        raise ValueError(
+            f"skinny_gemm: x is {tuple(x.shape)} {x.dtype}; it takes 1 to {MAX_ROWS} rows of a "
+            "multiple of 8 bfloat16 or float16 numbers. Use torch's linear for others"
+        )
+    if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
+        raise ValueError(
+            f"skinny_gemm: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a "
+            f"contiguous [N, {k}] of {x.dtype}"
+        )
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or w.data_ptr() % 16:
+        raise ValueError("skinny_gemm: rows of x and w must start at multiples of 16 bytes")
+    if residual is not None and residual.stride(1) != 1:
+        raise ValueError("skinny_gemm: rows of the residual must be contiguous")
+    if normed and x.dtype != torch.bfloat16:
+        raise ValueError(
+            "skinny_gemm: normalising needs bfloat16; call rms_norm before for float16"
+        )
+
+
+def column_tiles_for(m: int) -> int:
+    """1, 2 or 4 tiles of 8 rows of x."""
+    return 1 if m <= 8 else 2 if m <= 16 else 4
+
+
+@cache
+def prepare(
+    column_tiles: int, n: int, dtype: torch.dtype, gated: bool, normed: bool, device: int
+) -> tuple[jit.Kernel, Plan]:
+    """The loaded kernel and its plan on a device."""
+    properties = torch.cuda.get_device_properties(device)
+    limits = (properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    plan = make_plan(column_tiles, n, gated, normed, *limits)
+    if plan is None:
+        raise ValueError(
+            f"skinny_gemm: {8 * column_tiles} rows do not fit into the {limits[1]} bytes of shared memory "
+            f"of {properties.name}; split them, or use torch's linear"
+        )
+    spec = variant(plan, dtype, gated, normed)
+    return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes), plan
+
+
+def make_plan(
+    column_tiles: int, n: int, gated: bool, normed: bool, num_sms: int, smem_limit: int
+) -> Plan | None:
+    """Every SM gets one block and as many outputs as the others, in tiles as large as memory allows.
+
+    Larger tiles read x less often; more stages keep more of W on its way. None if shared memory is too
+    small for so many rows of x.
+    """
+    step = 8 if gated else 16
+    block_rows = -(-n // num_sms)
+    best: Plan | None = None
+    best_in_flight = -1
+    for limit in ROW_TILES:
+        num_tiles = -(-block_rows // (limit * step))
+        tile_rows = -(-block_rows // num_tiles)
+        row_tiles = -(-tile_rows // step)
+        stage = WARPS * PIECE * (4 * row_tiles + 2 * column_tiles + 2 * normed)
+        sums = 2 * WARPS * 8 * column_tiles * (16 * row_tiles + 4 + normed) * 4
+        stages = min(MAX_STAGES, (smem_limit - sums) // stage)
+        in_flight = min(IN_FLIGHT, (stages - 1) * stage)
+        if stages >= 2 and in_flight > best_in_flight:
+            best_in_flight = in_flight
+            grid = -(-n // block_rows)
+            smem = stages * stage + sums
+            best = Plan(row_tiles, column_tiles, stages, grid, block_rows, tile_rows, smem)
+    return best
+
+
+def variant(plan: Plan, dtype: torch.dtype, gated: bool, normed: bool) -> jit.VariantSpec:
+    defines: dict[str, int] = {
+        jit.scalar_define(dtype): 1,
+        "ROW_TILES": plan.row_tiles,
+        "COLUMN_TILES": plan.column_tiles,
+        "STAGES": plan.stages,
+    }
+    if gated:
+        defines["GATED"] = 1
+    if normed:
+        defines["NORMED"] = 1
+    return jit.VariantSpec("skinny_gemm.cu", "skinny_gemm", defines, plan.smem_bytes)
+
+
+def specs(config: jit.KernelConfig, fused: bool = False) -> list[jit.VariantSpec]:
+    """The plain products of a decoder; `fused` adds normed inputs and the gated middle of the MLP."""
+    if config.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
+    qkv, gate_up = (heads + 2 * kv_heads) * config.head_dim, 2 * config.intermediate_size
+    products = [(n, False, False) for n in (qkv, hidden, gate_up, config.vocab_size)]
+    if fused:
+        normed = config.dtype == torch.bfloat16
+        products += [(qkv, False, normed), (config.intermediate_size, True, normed)]
+        products += [(config.vocab_size, False, normed)]
+    num_sms, smem_limit = device_limits()
+    variants = []
+    for column_tiles in sorted({column_tiles_for(m + 1) for m in range(DISPATCH_ROWS)}):
+        for n, gated, normed in products:
+            plan = make_plan(column_tiles, n, gated, normed, num_sms, smem_limit)
+            if plan is None:
+                continue
+            spec = variant(plan, config.dtype, gated, normed)
+            if spec not in variants:
+                variants.append(spec)
+    return variants
+
+
+def device_limits() -> tuple[int, int]:
+    """SMs and bytes of shared memory for a block, of the current device."""
+    if not torch.cuda.is_available():
+        return H200
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
