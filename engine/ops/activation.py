@@ -110,4 +110,6 @@ def variant(inner: int, dtype: torch.dtype, activation: str) -> jit.VariantSpec:
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     """What the models served so far use."""
+    if config.intermediate_size * config.dtype.itemsize % 16:
+        return []
     return [variant(config.intermediate_size, config.dtype, "silu")]

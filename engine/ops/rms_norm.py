@@ -130,6 +130,9 @@ def variant(name: str, hidden: int, dtype: torch.dtype) -> jit.VariantSpec:
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     """The norms over the hidden dimension; both kernels come from one compilation."""
+    row_bytes = config.hidden_size * config.dtype.itemsize
+    if row_bytes % 16 or row_bytes > MAX_HIDDEN_BYTES:
+        return []
     return [
         variant(name, config.hidden_size, config.dtype) for name in ("rms_norm", "add_rms_norm")
     ]
