@@ -131,13 +131,15 @@ class DecoderLayer:
     def __call__(
         self,
         hidden: Tensor,  # [T, hidden_size], changed in place
+        pending: Tensor | None,  # [T, hidden_size] what the layer before still has to add to it
         rotation: tuple[Tensor, Tensor],
         inputs: StepInputs,
         attention: AttentionBackend,
-    ) -> None:
+    ) -> Tensor:
+        """Returns what this layer has to add: the next norm does it on the way."""
         spec, kv = self.spec, attention.kv
         q = rope_and_cache(
-            self.qkv(self.input_norm(hidden)),
+            self.qkv(self.input_norm(hidden, pending)),
             *rotation,
             inputs.slot_mapping,
             kv.k[self.index],
@@ -146,9 +148,9 @@ class DecoderLayer:
             self.qk_norm.weight if self.qk_norm is not None else None,
             spec.rms_norm_eps,
         )
-        hidden.add_(self.output(attention.attend(self.index, q, self.attention_spec, inputs)))
-        gate_up = self.gate_up(self.mlp_norm(hidden))
-        hidden.add_(self.down(silu_and_mul(gate_up)))
+        attended = self.output(attention.attend(self.index, q, self.attention_spec, inputs))
+        gate_up = self.gate_up(self.mlp_norm(hidden, attended))
+        return self.down(silu_and_mul(gate_up))
 
 
 class Decoder:
@@ -177,9 +179,10 @@ class Decoder:
         """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
         hidden = self.embedding(inputs.input_ids)
         rotation = self.rotary(inputs.positions)
+        pending: Tensor | None = None
         for layer in self.layers:
-            layer(hidden, rotation, inputs, attention)
-        return self.norm(hidden)
+            pending = layer(hidden, pending, rotation, inputs, attention)
+        return self.norm(hidden, pending)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab_size] for hidden states [S, hidden_size]."""

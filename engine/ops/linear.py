@@ -10,6 +10,8 @@ On a CPU, `pack_weight` copies W into the blocked layout of oneDNN's matrix prod
 torch doing so at every call. That is 1.3 to 2.3 times faster for a few rows, and for T >= 2 a row of
 the result is the same, bit for bit, whatever the other rows are (the runner pads a lone row to two).
 Neither holds where oneDNN is missing and W is left as it is.
+
+On a GPU few rows go to our own kernel (engine/ops/skinny_gemm.py), more to torch's library.
 """
 
 from functools import cache
@@ -18,11 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops.skinny_gemm import linear_cuda
+
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See the module's contract."""
+    if x.is_cuda:
+        return linear_cuda(x, weight, bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
