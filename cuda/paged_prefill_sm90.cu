@@ -17,6 +17,7 @@
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHEAD_DIM=64|128   -DBLOCK_SIZE=16|32|64|128   -DSTAGES=n
 //   -DSOFTCAP=1                         scores become tanh(scores * scale_inner)
 #include "common/dtype.cuh"
+#include "common/mma.cuh"
 #include "common/sm90.cuh"
 
 constexpr int Q_ROWS = 128;                 // of a work item, over all consumers
@@ -32,22 +33,11 @@ constexpr float MASKED = -1e30f;            // finite, so that a fully masked ro
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head_dim");
 static_assert(KEYS % BLOCK_SIZE == 0 && BLOCKS_PER_TILE <= 32, "block_size");
 
-DEV float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEV float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Shared memory of a block, as addresses. Tiles start at multiples of 1024 bytes, as their swizzle wants.
 struct Smem {
   u32 q, k, v, barriers;
   DEV explicit Smem(const void* raw) {
-    q = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;
+    q = (shared_address(raw) + 1023) & ~1023u;
     k = q + Q_BYTES;
     v = k + STAGES * KV_BYTES;
     barriers = v + STAGES * KV_BYTES;
@@ -170,7 +160,7 @@ DEV float quad_sum(float x) {
 DEV void zero_rows(u32 tile, int row, int thread) {
   for (int h = 0; h < HALVES; h++)
     for (int i = row * 8 + thread; i < KEYS * 8; i += 128)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(tile + h * KV_HALF + i * 16), "r"(0) : "memory");
+      store_zeros_16(tile + h * KV_HALF + i * 16);
 }
 
 // One warpgroup. Accumulators and fragments: see wgmma in common/sm90.cuh.
@@ -227,7 +217,7 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
     auto softmax = [&](int j) {
 #ifdef SOFTCAP
 #pragma unroll
-      for (int i = 0; i < KEYS / 2; i++) s[i] = 1.f - 2.f * reciprocal_approx(1.f + exp2_approx(s[i] * p.scale_inner));
+      for (int i = 0; i < KEYS / 2; i++) s[i] = 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(s[i] * p.scale_inner));
 #endif
       const int first_key = j * KEYS;
       if (first_key + KEYS - 1 > lowest_pos || first_key <= highest_pos - p.window) {
@@ -244,13 +234,13 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
         top1 = fmaxf(top1, fmaxf(s[i + 2], s[i + 3]));
       }
       const float new0 = fmaxf(max0, quad_max(top0) * p.scale_log2), new1 = fmaxf(max1, quad_max(top1) * p.scale_log2);
-      rescale0 = exp2_approx(max0 - new0), rescale1 = exp2_approx(max1 - new1);
+      rescale0 = exp2_fast(max0 - new0), rescale1 = exp2_fast(max1 - new1);
       max0 = new0, max1 = new1;
       float part0 = 0.f, part1 = 0.f;
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i += 4) {
-        s[i] = exp2_approx(s[i] * p.scale_log2 - new0), s[i + 1] = exp2_approx(s[i + 1] * p.scale_log2 - new0);
-        s[i + 2] = exp2_approx(s[i + 2] * p.scale_log2 - new1), s[i + 3] = exp2_approx(s[i + 3] * p.scale_log2 - new1);
+        s[i] = exp2_fast(s[i] * p.scale_log2 - new0), s[i + 1] = exp2_fast(s[i + 1] * p.scale_log2 - new0);
+        s[i + 2] = exp2_fast(s[i + 2] * p.scale_log2 - new1), s[i + 3] = exp2_fast(s[i + 3] * p.scale_log2 - new1);
         part0 += s[i] + s[i + 1];
         part1 += s[i + 2] + s[i + 3];
       }

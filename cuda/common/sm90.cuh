@@ -8,6 +8,14 @@
 //   -DSLUICE_TRAP=1   a wait that does not end traps (an error) instead of hanging the device
 #pragma once
 #include "common/dtype.cuh"
+#include "common/sm90_emulated.cuh"
+
+#ifndef SLUICE_EMULATE
+
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEV void store_zeros_16(u32 smem) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(smem), "r"(0) : "memory");
+}
 
 // --- mbarriers. Waiting for parity p returns once phase p (0, 1, 0, ...) of the barrier is complete ---
 
@@ -75,10 +83,6 @@ DEV void named_barrier_arrive(int id, int threads) {
 
 struct alignas(64) TensorMap { u64 words[16]; };
 
-DEV void tma_prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
-}
-
 // Copies the map's box, whose first element has these coordinates (innermost first), to `smem`.
 // Elements outside the tensor arrive as zeros and count as bytes all the same.
 DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
@@ -117,19 +121,6 @@ DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "m
 // Until at most `PENDING` of this warpgroup's committed groups are unfinished.
 template <int PENDING> DEV void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
-// Operand descriptors for tiles as above. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride
-// offset / 16 (1024 bytes: from 8 rows to the next 8), 62-63 swizzle (1: 128 bytes).
-//
-// Rows are M or N, and the 64 columns are K. The next 16 columns are 32 bytes further.
-DEV u64 descriptor_k_major(u32 smem) {
-  return (u64)((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-// Rows are K, and the 64 columns are M or N; the next 64 columns are `tile_bytes` further. The next 16
-// rows are 2048 bytes further.
-DEV u64 descriptor_mn_major(u32 smem, u32 tile_bytes) {
-  return (u64)((smem & 0x3ffff) >> 4) | (u64)(tile_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
 #if defined(SCALAR_FP16)
@@ -186,4 +177,19 @@ template <int SIZE> DEV void wgmma_ss(float (&d)[SIZE], u64 a, u64 b, int accumu
 }
 template <int SIZE> DEV void wgmma_rs(float (&d)[SIZE], const u32 (&a)[4], u64 b, int accumulate) {
   WgmmaRs<2 * SIZE>::run(d, a, b, accumulate);
+}
+
+#endif  // SLUICE_EMULATE
+
+// Operand descriptors for tiles as above. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride
+// offset / 16 (1024 bytes: from 8 rows to the next 8), 62-63 swizzle (1: 128 bytes).
+//
+// Rows are M or N, and the 64 columns are K. The next 16 columns are 32 bytes further.
+DEV u64 descriptor_k_major(u32 smem) {
+  return (u64)((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+// Rows are K, and the 64 columns are M or N; the next 64 columns are `tile_bytes` further. The next 16
+// rows are 2048 bytes further.
+DEV u64 descriptor_mn_major(u32 smem, u32 tile_bytes) {
+  return (u64)((smem & 0x3ffff) >> 4) | (u64)(tile_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }

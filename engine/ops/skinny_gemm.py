@@ -68,14 +68,27 @@ def skinny_gemm(
     """See the module's contract. Raises ValueError for what the kernel cannot do on a CUDA device."""
     if not x.is_cuda:
         return reference(x, w, bias, residual, out, gated=gated, norm_weight=norm_weight, eps=eps)
-    m, k = x.shape
-    n = w.shape[0] // 2 if gated else w.shape[0]
-    normed = norm_weight is not None
-    check(x, w, residual, normed)
+    check(x, w, residual, norm_weight is not None)
     if out is None:
-        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    column_tiles = column_tiles_for(m)
-    kernel, plan = prepare(column_tiles, n, x.dtype, gated, normed, x.device.index)
+        width = w.shape[0] // 2 if gated else w.shape[0]
+        out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    launch(x, w, bias, residual, out, gated, norm_weight, eps)
+    return out
+
+
+def launch(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    gated: bool,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> None:
+    (m, k), n = x.shape, out.shape[1]
+    normed = norm_weight is not None
+    kernel, plan = prepare(column_tiles_for(m), n, x.dtype, gated, normed, x.device.index)
     kernel(
         (plan.grid,),
         (32 * WARPS,),
@@ -97,7 +110,6 @@ def skinny_gemm(
             np.float32(eps),
         ),
     )
-    return out
 
 
 def reference(
@@ -168,16 +180,15 @@ def column_tiles_for(m: int) -> int:
 
 @cache
 def prepare(
-    column_tiles: int, n: int, dtype: torch.dtype, gated: bool, normed: bool, device: int
+    column_tiles: int, n: int, dtype: torch.dtype, gated: bool, normed: bool, device: int | None
 ) -> tuple[jit.Kernel, Plan]:
     """The loaded kernel and its plan on a device."""
-    properties = torch.cuda.get_device_properties(device)
-    limits = (properties.multi_processor_count, properties.shared_memory_per_block_optin)
-    plan = make_plan(column_tiles, n, gated, normed, *limits)
+    num_sms, smem_limit = device_limits(device)
+    plan = make_plan(column_tiles, n, gated, normed, num_sms, smem_limit)
     if plan is None:
         raise ValueError(
-            f"skinny_gemm: {8 * column_tiles} rows do not fit into the {limits[1]} bytes of shared memory "
-            f"of {properties.name}; split them, or use torch's linear"
+            f"skinny_gemm: {8 * column_tiles} rows do not fit into this device's {smem_limit} bytes of "
+            "shared memory for a block; split them, or use torch's linear"
         )
     spec = variant(plan, dtype, gated, normed)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes), plan
@@ -249,9 +260,11 @@ def specs(config: jit.KernelConfig, fused: bool = False) -> list[jit.VariantSpec
     return variants
 
 
-def device_limits() -> tuple[int, int]:
-    """SMs and bytes of shared memory for a block, of the current device."""
+def device_limits(device: int | None = None) -> tuple[int, int]:
+    """SMs and bytes of shared memory for a block, of a device (default: the current one)."""
     if not torch.cuda.is_available():
         return H200
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if device is None else device
+    )
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
