@@ -143,7 +143,7 @@ def supports(spec: VariantSpec, arch: str) -> bool:
     """Whether `spec` is written for `arch`. Newer or in-between GPUs run what sm_80 or sm_89 run."""
     if arch in ALL_ARCHS:
         return arch in spec.archs
-    nearest = "sm_80" if arch < "sm_89" else "sm_89"
+    nearest = "sm_80" if int(arch.strip("sm_af")) < 89 else "sm_89"
     return nearest in spec.archs
 
 

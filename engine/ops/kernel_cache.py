@@ -139,9 +139,10 @@ class KernelCache:
 
     def store(self, job: Job, binary: Binary, milliseconds: float) -> Entry:
         cubin, meta = self.paths(job)
+        milliseconds = round(milliseconds, 1)
         record = {
             "sha256": hashlib.sha256(binary.cubin).hexdigest(),
-            "milliseconds": round(milliseconds, 1),
+            "milliseconds": milliseconds,
             "source": job.source,
             "options": job.options,
             "log": binary.log,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import torch
 
 from engine.ops import jit
 from engine.ops.kernel_cache import default_directory, flatten, write_file
@@ -23,7 +24,9 @@ HEADER = Path(__file__).parent / "cuda_emu.h"
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
 
-DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?(\w[\w ]*?)\s+(\w+)\[\]\s*;")
+DYNAMIC_SHARED = re.compile(
+    r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?(\w[\w ]*?)\s+(\w+)\[\]\s*;"
+)
 
 
 def shared_library(source: str, name: str, defines: Mapping[str, object]) -> Path:
@@ -91,10 +94,25 @@ class EmulatedKernel:
         values = [np.array([a], np.uint64) if type(a) is int else np.array(a) for a in args]
         for value, given in zip(values, args, strict=True):
             assert value.size == 1, f"{self.name}: argument {given!r}"
-            assert not isinstance(given, bool | float), f"{self.name}: {given!r} has no certain width"
+            assert not isinstance(given, bool | float), (
+                f"{self.name}: {given!r} has no certain width"
+            )
         pointers = (ctypes.c_void_p * len(values))(*[v.ctypes.data for v in values])
         amount = self.smem_bytes if smem_bytes is None else smem_bytes
         self.run((ctypes.c_uint * 6)(*shape), amount, pointers)
+
+
+class CudaLike(torch.Tensor):
+    """A CPU tensor that a dispatching function takes for one on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def as_if_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, for functions that choose their kernel by `is_cuda`."""
+    return tensor.as_subclass(CudaLike)
 
 
 @contextmanager
