@@ -33,19 +33,25 @@ DEV void ldmatrix_x2(u32 (&r)[4], smem_t address) { emulated_ldmatrix<false, 2>(
 DEV void ldmatrix_x4_transposed(u32 (&r)[4], smem_t address) { emulated_ldmatrix<true, 4>(r, address); }
 DEV void ldmatrix_x2_transposed(u32 (&r)[4], smem_t address) { emulated_ldmatrix<true, 2>(r, address); }
 
+// Products are summed in k's order.
 template <void UNPACK(u32, float&, float&)>
 DEV void emulated_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const int g = emulated_lane() >> 2, t = emulated_lane() & 3;
-  for (int half = 0; half < 2; half++)      // k 0..7, then 8..15
-    for (int pair = 0; pair < 4; pair++) {  // k = 8 * half + 2 * pair, + 1
-      float a_low[2], a_high[2];
-      UNPACK(__shfl_sync(~0u, a[2 * half], 4 * g + pair), a_low[0], a_low[1]);
-      UNPACK(__shfl_sync(~0u, a[2 * half + 1], 4 * g + pair), a_high[0], a_high[1]);
+  u64 rows[2][4], columns[2][4];  // of k pairs: row g and (high half) g + 8; column 2t + e, k + 8 high
+  for (int pair = 0; pair < 4; pair++) {
+    rows[0][pair] = __shfl_sync(~0u, a[0] | (u64)a[1] << 32, 4 * g + pair);
+    rows[1][pair] = __shfl_sync(~0u, a[2] | (u64)a[3] << 32, 4 * g + pair);
+    for (int e = 0; e < 2; e++) columns[e][pair] = __shfl_sync(~0u, b0 | (u64)b1 << 32, 4 * (2 * t + e) + pair);
+  }
+  for (int half = 0; half < 2; half++)
+    for (int pair = 0; pair < 4; pair++) {
+      float x[2], y[2], z[2];
+      UNPACK((u32)rows[half][pair], x[0], x[1]);
+      UNPACK((u32)(rows[half][pair] >> 32), y[0], y[1]);
       for (int e = 0; e < 2; e++) {
-        float b[2];
-        UNPACK(__shfl_sync(~0u, half ? b1 : b0, 4 * (2 * t + e) + pair), b[0], b[1]);
-        c[e] += a_low[0] * b[0] + a_low[1] * b[1];
-        c[2 + e] += a_high[0] * b[0] + a_high[1] * b[1];
+        UNPACK((u32)(columns[e][pair] >> 32 * half), z[0], z[1]);
+        c[e] += x[0] * z[0] + x[1] * z[1];
+        c[2 + e] += y[0] * z[0] + y[1] * z[1];
       }
     }
 }
@@ -62,20 +68,20 @@ DEV float reciprocal_fast(float x) { return 1.f / x; }
 // holds the address of row j of matrix i. Transposed: rows and columns of 16-bit numbers swap.
 DEV void ldmatrix_x4(u32 (&r)[4], smem_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 DEV void ldmatrix_x4_transposed(u32 (&r)[4], smem_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 // Two matrices, into r[0] and r[1]; the addresses of lanes 16 to 31 are not used.
 DEV void ldmatrix_x2(u32 (&r)[4], smem_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+               : "=r"(r[0]), "=r"(r[1]) : "r"(address));
 }
 DEV void ldmatrix_x2_transposed(u32 (&r)[4], smem_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+               : "=r"(r[0]), "=r"(r[1]) : "r"(address));
 }
 
 // c += A B

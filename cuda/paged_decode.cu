@@ -1,0 +1,327 @@
+// Attention of one query per row over paged keys and values, in split parts: see
+// engine/ops/paged_decode.py for the contract and the choice of the macros.
+//
+//   -DHEAD_DIM -DBLOCK_SIZE (a multiple of 16) -DGROUP (query heads per KV head)
+//   -DNUM_WARPS -DSTAGES -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
+//
+// Bound by memory: what counts is bytes in flight. A thread block takes one work item (a row's tokens
+// begin .. end - 1) and one KV head, whose GROUP query heads are the 16 rows of a tensor core tile: more
+// than 16 take several blocks, fewer leave rows empty, which costs nothing here.
+//
+//   tile (16 tokens)   0  1  2  3  4  5  6  7  8 ...
+//   warp               0  1  2  3  0  1  2  3  0 ...     each warp with a ring of STAGES tiles of its own,
+//                                                        filled by cp.async: no barrier in the loop
+//
+// The warps' softmax sums meet in shared memory at the end. Of a row that is split into several items,
+// each leaves its part in global memory, and the block that finds all others' parts there merges them.
+#include "common/dtype.cuh"
+#include "common/async_copy.cuh"
+#include "common/mma.cuh"
+#include "common/kv_tile.cuh"
+#include "common/work_item.cuh"
+
+constexpr int TILE = 16;
+constexpr int TILE_BYTES = TILE * KvLayout::STRIDE;
+constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
+constexpr int THREADS = NUM_WARPS * 32;
+constexpr int ROW_BLOCKS = (GROUP + 15) / 16;
+constexpr int SUM_STRIDE = HEAD_DIM + 8;  // floats between rows of O: no bank conflicts
+constexpr int WARP_SUMS = NUM_WARPS * 16 * SUM_STRIDE, PART_WEIGHTS = 16 * MAX_PARTS;
+constexpr int SUMS = WARP_SUMS > PART_WEIGHTS ? WARP_SUMS : PART_WEIGHTS;  // floats: first the one, then the other
+static_assert(BLOCK_SIZE % TILE == 0, "a tile must not straddle blocks of the cache");
+
+constexpr bool QUERY_IN_SMEM = HEAD_DIM > 128;  // registers would not hold it beside O
+
+struct alignas(16) Fragment { u32 a[4]; };
+struct alignas(16) Float4 { float x, y, z, w; };
+
+#ifdef SLUICE_EMULATE
+DEV Float4 load_float4_l2(const float* p) { return *(const Float4*)p; }
+DEV float load_float_l2(const float* p) { return *p; }
+#else
+// From L2: other thread blocks have just written it.
+DEV Float4 load_float4_l2(const float* p) {
+  Float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+  return v;
+}
+DEV float load_float_l2(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+#endif
+
+DEV void store_scalars(scalar_t* to, Float4 v) {
+  struct Pair { u32 lo, hi; };
+  *(Pair*)to = Pair{pack2(v.x, v.y), pack2(v.z, v.w)};
+}
+
+// Weighted sum of `count` parts' O, stride floats apart, for four columns.
+DEV Float4 merge_parts(const float* o, const float* weights, int count, int stride) {
+  Float4 sum = {0.f, 0.f, 0.f, 0.f};
+  #pragma unroll 8
+  for (int i = 0; i < count; i++) {
+    const float w = weights[i];
+    const Float4 part = load_float4_l2(o + (long long)i * stride);
+    sum.x += w * part.x;
+    sum.y += w * part.y;
+    sum.z += w * part.z;
+    sum.w += w * part.w;
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decode(
+    scalar_t* __restrict__ out,          // [rows, num_heads, HEAD_DIM]
+    float* __restrict__ part_o,          // [parts, num_heads, HEAD_DIM]
+    float* __restrict__ part_lse,        // [parts, num_heads]
+    u32* __restrict__ arrivals,          // [splits, gridDim.x], zero before and after
+    const scalar_t* __restrict__ q,      // [rows, num_heads, HEAD_DIM], rows q_stride apart
+    const kv_t* __restrict__ k_cache,    // [blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
+    const kv_t* __restrict__ v_cache,
+    const int* __restrict__ block_table, // [table rows, table_stride]
+    const WorkItem* __restrict__ work,   // [gridDim.y or more]
+    const int* __restrict__ num_work,
+    long long q_stride, int table_stride, int num_kv_heads, float scale, float cap, float v_scale)
+{
+  extern __shared__ __align__(128) u8 smem[];
+  const WorkItem item = work[blockIdx.y];
+  if ((int)blockIdx.y >= *num_work) return;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int kv_head = blockIdx.x / ROW_BLOCKS;
+  const int first_head = kv_head * GROUP + blockIdx.x % ROW_BLOCKS * 16;  // of this block's query heads
+  const int heads = min(16, (kv_head + 1) * GROUP - first_head);
+  const int num_heads = num_kv_heads * GROUP;
+
+  const int first_token = item.begin & ~(TILE - 1);
+  const u32 num_visible = item.end - item.begin;
+  const int num_tiles = (item.end - first_token + TILE - 1) / TILE;
+  const int my_tiles = (num_tiles - warp + NUM_WARPS - 1) / NUM_WARPS;
+
+  // Block ids of this warp's tiles: lane j holds that of tile 32 * n + j, loaded 32 tiles ahead.
+  const int* table_row = block_table + (long long)item.table_row * table_stride;
+  auto block_of = [&](int tile) {
+    return tile < my_tiles ? table_row[(first_token + (warp + tile * NUM_WARPS) * TILE) / BLOCK_SIZE] : 0;
+  };
+  int blocks = block_of(lane), later_blocks = block_of(32 + lane);
+
+  const smem_t ring = smem_address(smem) + warp * (STAGES * STAGE_BYTES);
+  auto load_tile = [&](int tile) {
+    if (tile < my_tiles) {
+      if (tile > 0 && tile % 32 == 0) {
+        blocks = later_blocks;
+        later_blocks = block_of(tile + 32 + lane);
+      }
+      const long long block = __shfl_sync(~0u, blocks, tile & 31);
+      const int token = first_token + (warp + tile * NUM_WARPS) * TILE;
+      const long long start = ((block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
+      const u8* keys = (const u8*)k_cache + start;
+      const u8* values = (const u8*)v_cache + start;
+      const smem_t to = ring + tile % STAGES * STAGE_BYTES;
+      constexpr int CHUNKS = TILE * KvLayout::CHUNKS;
+      #pragma unroll
+      for (int j = 0; j < (CHUNKS + 31) / 32; j++) {
+        const int i = j * 32 + lane, row = i / KvLayout::CHUNKS;
+        if (CHUNKS % 32 == 0 || i < CHUNKS) {
+          // hidden tokens become zeros, whatever lies there: a weight of zero times NaN would be NaN
+          const bool visible = (u32)(token + row - item.begin) < num_visible;
+          const u32 offset = KvLayout::offset(row, i % KvLayout::CHUNKS);
+          copy_async_16(to + offset, keys + i * 16, visible);
+          copy_async_16(to + TILE_BYTES + offset, values + i * 16, visible);
+        }
+      }
+    }
+    copy_async_commit();
+  };
+  #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) load_tile(i);
+
+  auto load_query = [&](int k, u32 (&a)[4]) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = g + i % 2 * 8;
+      const scalar_t* from = q + item.row * q_stride + (first_head + row) * HEAD_DIM + query_column(k, t, i / 2);
+      a[i] = row < heads ? query_operand(*(const u32*)from) : 0u;
+    }
+  };
+  u32 query[QUERY_IN_SMEM ? 1 : K_STEPS][4];  // fragments by k step, the same in every warp
+  Fragment* shared_query = (Fragment*)(smem + NUM_WARPS * STAGES * STAGE_BYTES);  // [K_STEPS][32]
+  if (QUERY_IN_SMEM) {
+    for (int k = warp; k < K_STEPS; k += NUM_WARPS) load_query(k, shared_query[k * 32 + lane].a);
+    __syncthreads();
+  } else {
+    #pragma unroll
+    for (int k = 0; k < K_STEPS; k++) load_query(k, query[k]);
+  }
+
+  float o[N_TILES][4];
+  #pragma unroll
+  for (int n = 0; n < N_TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+  float m[2] = {NO_MAXIMUM, NO_MAXIMUM}, l[2] = {0.f, 0.f};  // of rows g and g + 8
+  scale *= KV_UNIT;
+  v_scale *= KV_UNIT;
+  const float score_scale = SCORE_SCALE(scale);
+
+  for (int i = 0; i < my_tiles; i++) {
+    copy_async_wait<STAGES - 2>();
+    __syncwarp();
+    load_tile(i + STAGES - 1);
+    const smem_t keys = ring + i % STAGES * STAGE_BYTES, values = keys + TILE_BYTES;
+
+    float s[2][4] = {};
+    #pragma unroll
+    for (int load = 0; load < LOADS; load++) {
+      KeyFragment f;
+      f.load(keys, load, lane);
+      #pragma unroll
+      for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
+        const int k = load * K_STEPS_PER_LOAD + step;
+        if (k < K_STEPS) {
+          if (QUERY_IN_SMEM) {
+            const Fragment a = shared_query[k * 32 + lane];
+            f.multiply(step, s[0], s[1], a.a);
+          } else {
+            f.multiply(step, s[0], s[1], query[QUERY_IN_SMEM ? 0 : k]);
+          }
+        }
+      }
+    }
+
+    const int offset = first_token + (warp + i * NUM_WARPS) * TILE - item.begin;  // of the tile
+    const bool whole = offset >= 0 && offset + TILE <= (int)num_visible;
+    float highest[2] = {HIDDEN, HIDDEN};
+    #pragma unroll
+    for (int n = 0; n < 2; n++)
+      #pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[n][e] = cap_score(s[n][e], scale, cap);
+        if (!whole && (u32)(offset + n * 8 + t * 2 + e % 2) >= num_visible) s[n][e] = HIDDEN;
+        highest[e / 2] = fmaxf(highest[e / 2], s[n][e]);
+      }
+    float factor[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 1));
+      highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 2));
+      factor[h] = raise_maximum(m[h], highest[h] * score_scale);
+      l[h] *= factor[h];
+    }
+    #pragma unroll
+    for (int n = 0; n < 2; n++)
+      #pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[n][e] = exp2_fast(s[n][e] * score_scale - m[e / 2]);
+        l[e / 2] += s[n][e];
+      }
+    if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
+      #pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) o[n][e] *= factor[e / 2];
+    }
+
+    const u32 weights[4] = {pack_operand(s[0][0], s[0][1]), pack_operand(s[0][2], s[0][3]),
+                            pack_operand(s[1][0], s[1][1]), pack_operand(s[1][2], s[1][3])};
+    #pragma unroll
+    for (int load = 0; load < LOADS; load++) {
+      ValueFragment f;
+      f.load(values, load, lane);
+      #pragma unroll
+      for (int tile = 0; tile < N_TILES_PER_LOAD; tile++) {
+        const int n = load * N_TILES_PER_LOAD + tile;
+        if (n < N_TILES) f.multiply(tile, o[n], weights);
+      }
+    }
+  }
+
+  // The warps' sums, in shared memory in place of the rings.
+  copy_async_wait<0>();
+  __syncthreads();
+  float* sums = (float*)smem;                             // [NUM_WARPS][16][SUM_STRIDE]
+  float* maxima = sums + SUMS;                            // [NUM_WARPS][16]
+  float* denominators = maxima + NUM_WARPS * 16;          // [NUM_WARPS][16]
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    l[h] += __shfl_xor_sync(~0u, l[h], 1);
+    l[h] += __shfl_xor_sync(~0u, l[h], 2);
+    const int row = warp * 16 + g + 8 * h;
+    if (g + 8 * h < heads) {
+      #pragma unroll
+      for (int pair = 0; pair < N_TILES; pair++) {
+        float* to = sums + row * SUM_STRIDE + output_column(pair, t);
+        output_pair(o, pair, h, to[0], to[1]);
+      }
+      if (t == 0) {
+        maxima[row] = m[h];
+        denominators[row] = l[h];
+      }
+    }
+  }
+  __syncthreads();
+  constexpr int QUADS = HEAD_DIM / 4;
+  for (int i = threadIdx.x; i < heads * QUADS; i += THREADS) {
+    const int row = i / QUADS, column = i % QUADS * 4;
+    float top = maxima[row];
+    #pragma unroll
+    for (int w = 1; w < NUM_WARPS; w++) top = fmaxf(top, maxima[w * 16 + row]);
+    float denominator = 0.f;
+    Float4 sum = {0.f, 0.f, 0.f, 0.f};
+    #pragma unroll
+    for (int w = 0; w < NUM_WARPS; w++) {
+      const float weight = exp2_fast(maxima[w * 16 + row] - top);
+      const Float4 part = *(const Float4*)(sums + (w * 16 + row) * SUM_STRIDE + column);
+      denominator += weight * denominators[w * 16 + row];
+      sum.x += weight * part.x;
+      sum.y += weight * part.y;
+      sum.z += weight * part.z;
+      sum.w += weight * part.w;
+    }
+    const float unit = denominator > 0.f ? v_scale / denominator : 0.f;  // no token: zeros
+    sum = Float4{sum.x * unit, sum.y * unit, sum.z * unit, sum.w * unit};
+    const int head = first_head + row;
+    if (item.part < 0) {
+      store_scalars(out + ((long long)item.row * num_heads + head) * HEAD_DIM + column, sum);
+    } else {
+      *(Float4*)(part_o + ((long long)item.part * num_heads + head) * HEAD_DIM + column) = sum;
+      if (column == 0)
+        part_lse[(long long)item.part * num_heads + head] = denominator > 0.f ? top + log2_fast(denominator) : NO_MAXIMUM;
+    }
+  }
+  if (item.part < 0) return;
+
+  // Last to arrive? The counter falls back to zero for the next launch.
+  __threadfence();
+  __syncthreads();
+  int* is_last = (int*)(denominators + NUM_WARPS * 16);
+  if (threadIdx.x == 0) {
+    const u32 before = atomicInc(arrivals + (long long)item.split * gridDim.x + blockIdx.x, item.num_parts - 1);
+    *is_last = before == (u32)item.num_parts - 1;
+  }
+  __syncthreads();
+  if (!*is_last) return;
+  __threadfence();
+  float* weights = sums;  // [16][num_parts], normalised
+  const float* lse = part_lse + (long long)item.first_part * num_heads + first_head;
+  for (int row = warp; row < heads; row += NUM_WARPS) {
+    float top = NO_MAXIMUM, total = 0.f;
+    for (int i = lane; i < item.num_parts; i += 32) top = fmaxf(top, load_float_l2(lse + i * num_heads + row));
+    #pragma unroll
+    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    for (int i = lane; i < item.num_parts; i += 32) {
+      const float weight = exp2_fast(load_float_l2(lse + i * num_heads + row) - top);
+      weights[row * item.num_parts + i] = weight;
+      total += weight;
+    }
+    #pragma unroll
+    for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+    for (int i = lane; i < item.num_parts; i += 32) weights[row * item.num_parts + i] /= total;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < heads * QUADS; i += THREADS) {
+    const int row = i / QUADS, column = i % QUADS * 4, head = first_head + row;
+    const float* from = part_o + ((long long)item.first_part * num_heads + head) * HEAD_DIM + column;
+    const Float4 sum = merge_parts(from, weights + row * item.num_parts, item.num_parts, num_heads * HEAD_DIM);
+    store_scalars(out + ((long long)item.row * num_heads + head) * HEAD_DIM + column, sum);
+  }
+}
