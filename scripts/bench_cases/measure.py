@@ -1,0 +1,77 @@
+"""Timing on a GPU, and the two rates that bound every kernel, measured on the same card."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from scripts.bench_cases import Launch
+
+MIN_NODES = 20  # launches in a graph, so that its own start does not count
+REPEATS = 7
+
+
+def time_launches(launches: Sequence[Launch]) -> float:
+    """Seconds of one launch: the median over replays of a graph that has all of them in a row."""
+    rounds = -(-MIN_NODES // len(launches))
+    replay = record(lambda: [launch() for _ in range(rounds) for launch in launches])
+    return time_call(replay) / (rounds * len(launches))
+
+
+@dataclass
+class Recording:
+    """A CUDA graph, and the tensors that its launches write."""
+
+    graph: torch.cuda.CUDAGraph
+    results: object
+
+    def __call__(self) -> None:
+        """Replay on the current stream."""
+        self.graph.replay()
+
+
+def record(work: Callable[[], object]) -> Recording:
+    """Run `work` once to load and allocate what it needs, then record it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    return Recording(graph, results)
+
+
+def time_call(call: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median seconds of device time, after one call to warm up."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(seconds)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by torch's copy of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_call(lambda: target.copy_(source))
+
+
+def matmul_rate() -> float:
+    """FLOP per second of a bfloat16 product of 8192-square matrices of random numbers."""
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / time_call(lambda: a @ b)
+
+
+def l2_bytes() -> int:
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
