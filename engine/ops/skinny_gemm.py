@@ -140,9 +140,14 @@ def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """x W^T + b on a CUDA device: this kernel for few rows, torch's library for more."""
     m, k = x.shape
     is_few = m <= DISPATCH_ROWS and supports(m, weight.shape[0], k, x.dtype)
-    if is_few and x.stride(1) == 1 and x.stride(0) % 8 == 0:
+    if is_few and weight.is_contiguous() and is_aligned(x) and is_aligned(weight):
         return skinny_gemm(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Whether rows are contiguous and start at multiples of 16 bytes."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
@@ -163,7 +168,7 @@ def check(x: Tensor, w: Tensor, residual: Tensor | None, normed: bool) -> None:
             f"skinny_gemm: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a "
             f"contiguous [N, {k}] of {x.dtype}"
         )
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or w.data_ptr() % 16:
+    if not (is_aligned(x) and is_aligned(w)):
         raise ValueError("skinny_gemm: rows of x and w must start at multiples of 16 bytes")
     if residual is not None and residual.stride(1) != 1:
         raise ValueError("skinny_gemm: rows of the residual must be contiguous")

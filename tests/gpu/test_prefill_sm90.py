@@ -1,0 +1,165 @@
+"""The Hopper prefill kernel against the definition in float32, waits that never end turned into errors."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops import jit
+from engine.ops import paged_prefill_sm90 as op
+from tests.kernels.prefill_sm90_cases import Case, assert_close, make_case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+Chunks = list[tuple[int, int]]  # (q_len, kv_len)
+
+RAGGED: Chunks = [(200, 200), (300, 1000), (1, 77), (128, 640), (257, 2049), (1, 1), (129, 129)]
+EDGES: Chunks = [(n, n) for n in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257)]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not torch.cuda.is_available() or jit.device_arch() != "sm_90a":
+        pytest.skip("needs a Hopper GPU")
+    variant = op.variant
+
+    def trapping(*args: object, **kwargs: object) -> jit.VariantSpec:
+        spec = variant(*args, **kwargs)  # type: ignore[arg-type]
+        defines = {**spec.defines, "SLUICE_TRAP": 1}
+        return jit.VariantSpec(spec.source, spec.name, defines, spec.smem_bytes, spec.archs)
+
+    monkeypatch.setattr(op, "variant", trapping)
+    op.load.cache_clear()
+    yield
+    op.load.cache_clear()
+
+
+def run(case: Case, out: Tensor) -> None:
+    op.paged_prefill_sm90(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.block_table,
+        case.rows,
+        case.work,
+        case.q_start,
+        case.scale,
+        case.window,
+        case.softcap,
+        out,
+    )
+
+
+def nan_output(case: Case) -> Tensor:
+    width = case.q.shape[1] * case.q.shape[2]
+    return torch.full((case.q.shape[0], width), float("nan"), dtype=case.q.dtype, device="cuda")
+
+
+def check(case: Case) -> None:
+    case = case.to("cuda")
+    out = nan_output(case)
+    run(case, out)
+    torch.cuda.synchronize()
+    assert_close(out, case)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ragged_chunks(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    check(make_case(head_dim, block_size, dtype, 8, 2, RAGGED))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths_around_the_edges_of_tiles(head_dim: int) -> None:
+    check(make_case(head_dim, 16, BF16, 4, 4, EDGES))
+    check(make_case(head_dim, 64, BF16, 4, 1, [(q, kv + 300) for q, kv in EDGES]))
+
+
+@pytest.mark.parametrize("window", [1, 2, 64, 127, 128, 129, 500, 5000])
+def test_sliding_window(window: int) -> None:
+    check(make_case(128, 64, BF16, 4, 2, RAGGED, window=window))
+    check(make_case(64, 16, BF16, 4, 2, RAGGED, window=window))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_softcap(head_dim: int) -> None:
+    check(make_case(head_dim, 64, BF16, 4, 2, RAGGED, softcap=3.0))
+    check(make_case(head_dim, 32, FP16, 4, 2, RAGGED, window=200, softcap=50.0))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (9, 3), (7, 7)])
+def test_more_items_than_multiprocessors(num_heads: int, num_kv_heads: int) -> None:
+    chunks = [(600, 2000), (700, 700), (1, 3000), (513, 1025), (2, 2)]
+    check(make_case(128, 64, BF16, num_heads, num_kv_heads, chunks))
+
+
+def test_fewer_items_than_multiprocessors() -> None:
+    check(make_case(128, 16, BF16, 1, 1, [(5, 4000)]))
+
+
+def test_padding_items_alone_write_nothing() -> None:
+    case = make_case(128, 64, BF16, 4, 2, [(1, 1)]).to("cuda")
+    case.work.zero_()
+    out = nan_output(case)
+    run(case, out)
+    assert out.isnan().all()
+
+
+def test_the_same_bits_every_time() -> None:
+    case = make_case(128, 64, BF16, 28, 4, RAGGED).to("cuda")
+    first, second = nan_output(case), nan_output(case)
+    run(case, first)
+    for _ in range(20):
+        run(case, second)
+        assert torch.equal(first.view(torch.int16), second.view(torch.int16))
+
+
+def test_shared_blocks() -> None:
+    """Two rows whose first 128 tokens are the same blocks."""
+    case = make_case(128, 64, BF16, 4, 2, [(40, 200), (30, 300)])
+    first, second = case.rows.tolist()
+    case.block_table[second, :2] = case.block_table[first, :2]
+    check(case)
+
+
+def test_a_graph_sees_new_data_at_replay(
+    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
+) -> None:
+    """Other lengths, blocks, rows and numbers in the same buffers; as many tokens and items."""
+    cases = [
+        make_case(128, 64, BF16, 8, 2, chunks, padding=1)
+        for chunks in ([(130, 300), (1, 777)], [(129, 900), (2, 150)])
+    ]
+    num_blocks = max(len(case.k_cache) for case in cases)
+    max_blocks = max(case.block_table.shape[1] for case in cases)
+    for case in cases:
+        for name in ("k_cache", "v_cache"):
+            cache = getattr(case, name)
+            larger = torch.full((num_blocks, *cache.shape[1:]), float("nan"), dtype=cache.dtype)
+            larger[: len(cache)] = cache
+            setattr(case, name, larger)
+        table = torch.zeros(len(case.block_table), max_blocks, dtype=torch.int32)
+        table[:, : case.block_table.shape[1]] = case.block_table
+        case.block_table = table
+    static = cases[0].to("cuda")
+    out = nan_output(static)
+    replay = graph_replay(lambda: run(static, out))
+    for case in (cases[1], cases[0]):
+        for name, value in vars(case).items():
+            if isinstance(value, Tensor):
+                getattr(static, name).copy_(value)
+        static.q_lens, static.kv_lens = case.q_lens, case.kv_lens
+        out.fill_(float("nan"))
+        replay()
+        assert_close(out, static)
+
+
+def test_unsupported_shapes_are_refused_with_a_remedy() -> None:
+    assert not op.supports(96, BF16, 64, "sm_90a")
+    assert not op.supports(128, torch.float32, 64, "sm_90a")
+    assert not op.supports(128, BF16, 48, "sm_90a")
+    assert not op.supports(128, BF16, 64, "sm_89")
+    case = make_case(96, 64, BF16, 2, 1, [(3, 3)]).to("cuda")
+    with pytest.raises(ValueError, match="use paged_prefill"):
+        run(case, nan_output(case))
