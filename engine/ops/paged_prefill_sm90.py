@@ -68,6 +68,8 @@ def paged_prefill_sm90(
         )
     if out is None:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if work.shape[0] == 0:
+        return out
     kernel = load(head_dim, q.dtype, block_size, softcap > 0, q.device.index)
     num_items = work.shape[0] * num_heads
     cache_rows = (num_blocks * num_kv_heads * block_size, head_dim)
@@ -97,7 +99,10 @@ def paged_prefill_sm90(
 
 
 def supports(head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> bool:
-    """Whether this kernel can stand in for paged_prefill. `arch` as jit.device_arch() says it."""
+    """Whether this kernel can stand in for paged_prefill.
+
+    `dtype` is the cache's, `arch` as jit.device_arch() says it.
+    """
     return (
         arch == "sm_90a"
         and head_dim in HEAD_DIMS
