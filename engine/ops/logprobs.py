@@ -19,6 +19,12 @@ class LogprobTensors:
     top_ids: Tensor  # int64 [n, k], best first
     top_logprobs: Tensor  # float32 [n, k]
 
+    def select(self, index: Tensor) -> "LogprobTensors":
+        """The rows `index` (int64, on the same device)."""
+        return LogprobTensors(
+            self.sampled[index], self.rank[index], self.top_ids[index], self.top_logprobs[index]
+        )
+
     def rows(self, num_top: list[int]) -> list[RowLogprobs]:
         """Entries for the host, row i with its num_top[i] best tokens."""
         sampled, rank = self.sampled.tolist(), self.rank.tolist()

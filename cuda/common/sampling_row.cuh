@@ -1,0 +1,142 @@
+// What a row of the batch asks for, and its logits as the stages before the draw leave them.
+//
+//   -DSCALAR_* type of the logits   -DSAMPLING_CLASS=<0: greedy, 1: draws, 2: edits and draws>
+//
+// Logits are never written: whoever needs an edited logit computes it again from its tables.
+#pragma once
+#include "common/dtype.cuh"
+#include "common/vec.cuh"
+
+constexpr bool CAN_DRAW = SAMPLING_CLASS >= 1, CAN_EDIT = SAMPLING_CLASS >= 2;
+
+constexpr int OCTET = 8;    // tokens at a time: those of one Philox block with coarse bits
+constexpr int GROUP = 64;   // tokens whose largest logit is noted
+constexpr int SLICE_THREADS = 256, OCTETS_PER_THREAD = 2;
+constexpr int SLICE = SLICE_THREADS * OCTETS_PER_THREAD * OCTET;  // tokens of one block
+
+// Bits of RowParams::flags; engine/ops/sample_cuda.py has the same.
+constexpr u32 DRAW = 1, PENALTIES = 2, LOGIT_BIAS = 4, MIN_TOKENS = 8;
+constexpr u32 TRUNCATE = 32;  // min_p, top_k or top_p
+constexpr u32 MASS = 64;      // top_p without top_k and min_p: the mass of all tokens is needed
+
+// Bits of a token in RowParams::tokens; below them, how often the token is in the output.
+constexpr u32 IN_PROMPT = 1u << 31, STOPS = 1u << 30, COUNT = STOPS - 1;
+
+struct RowParams {
+  u64 seed;
+  u32* tokens;        // [V padded to 8] if PENALTIES or MIN_TOKENS
+  const float* bias;  // [V padded to 8] if LOGIT_BIAS
+  double top_p;
+  int min_length;     // MIN_TOKENS: position from which stop tokens are allowed
+  u32 flags;
+  float temperature;
+  float log_min_p;    // -infinity: off
+  int top_k;          // 0: off
+  float repetition, frequency, presence;
+  int num_logprobs;   // -1: off
+};
+static_assert(sizeof(RowParams) == 72, "engine/ops/sample_cuda.py lays it out");
+
+DEV float infinity() { return __int_as_float(0x7f800000); }
+
+// Eight floats from an address that is a multiple of 16 bytes.
+DEV void load_octet(const float* p, float (&x)[OCTET]) {
+  const uint4 a = load16(p), b = load16(p + 4);
+  x[0] = __uint_as_float(a.x), x[1] = __uint_as_float(a.y);
+  x[2] = __uint_as_float(a.z), x[3] = __uint_as_float(a.w);
+  x[4] = __uint_as_float(b.x), x[5] = __uint_as_float(b.y);
+  x[6] = __uint_as_float(b.z), x[7] = __uint_as_float(b.w);
+}
+DEV void load_octet(const u16* p, float (&x)[OCTET]) {
+#if !defined(SCALAR_FP32)
+  unpack16(load16(p), x);
+#endif
+}
+
+// Logits first, first + 1, ... of a row; -infinity beyond the vocabulary.
+DEV void raw_octet(const scalar_t* logits, int first, int vocab_size, bool is_aligned,
+                   float (&x)[OCTET]) {
+  if (is_aligned && first + OCTET <= vocab_size) {
+    load_octet(logits + first, x);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < OCTET; e++) {
+    x[e] = first + e < vocab_size ? to_float(logits[first + e]) : -infinity();
+  }
+}
+
+// One row of the batch, with what its stages need.
+struct Row {
+  const RowParams* params;
+  const scalar_t* logits;
+  const u8* mask;  // [V] 0: forbidden by a grammar; null: none
+  int position;    // of the new token
+  int vocab_size;
+  bool is_aligned;  // logits + 8 i is a multiple of 16 bytes
+  u32 flags;
+  float temperature;
+
+  DEV void edit(int first, float (&x)[OCTET]) const {
+    if (!CAN_EDIT) return;
+    if (mask != nullptr) {
+#pragma unroll
+      for (int e = 0; e < OCTET; e++) {
+        if (first + e < vocab_size && !mask[first + e]) x[e] = -infinity();
+      }
+    }
+    if (first >= vocab_size) return;  // the tables end there
+    if (flags & LOGIT_BIAS) {
+      float bias[OCTET];
+      load_octet(params->bias + first, bias);
+#pragma unroll
+      for (int e = 0; e < OCTET; e++) x[e] = __fadd_rn(x[e], bias[e]);
+    }
+    const bool may_not_stop = (flags & MIN_TOKENS) && position < params->min_length;
+    if (!may_not_stop && !(flags & PENALTIES)) return;
+    const uint4 low = load16(params->tokens + first), high = load16(params->tokens + first + 4);
+    const u32 tokens[OCTET] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float repetition = params->repetition, frequency = params->frequency;
+    const float presence = params->presence;
+#pragma unroll
+    for (int e = 0; e < OCTET; e++) {
+      if (may_not_stop && (tokens[e] & STOPS)) x[e] = -infinity();
+      if (!(flags & PENALTIES) || !(tokens[e] & (IN_PROMPT | COUNT))) continue;
+      // single roundings, as in engine/ops/penalties.py: no fused multiply-add
+      const u32 count = tokens[e] & COUNT;
+      x[e] = x[e] > 0 ? __fdiv_rn(x[e], repetition) : __fmul_rn(x[e], repetition);
+      x[e] = __fsub_rn(x[e], __fmul_rn((float)count, frequency));
+      if (count > 0) x[e] = __fsub_rn(x[e], presence);
+    }
+  }
+
+  // Logits before temperature.
+  DEV void edited_octet(int first, float (&x)[OCTET]) const {
+    raw_octet(logits, first, vocab_size, is_aligned, x);
+    edit(first, x);
+  }
+
+  DEV float tempered(float x) const { return __fdiv_rn(x, temperature); }
+
+  DEV void tempered_octet(int first, float (&x)[OCTET]) const {
+    edited_octet(first, x);
+#pragma unroll
+    for (int e = 0; e < OCTET; e++) x[e] = tempered(x[e]);
+  }
+};
+
+DEV Row row_of(int index, const scalar_t* logits, i64 stride, const u8* masks, const int* rows,
+               const int* positions, const RowParams* params, int vocab_size, bool is_aligned) {
+  Row row = {};
+  row.logits = logits + index * stride;
+  row.vocab_size = vocab_size;
+  row.is_aligned = is_aligned;
+  if (CAN_DRAW) {
+    row.params = params + rows[index];
+    row.flags = row.params->flags;
+    row.temperature = row.params->temperature;
+    row.position = positions[index];
+  }
+  if (CAN_EDIT && masks != nullptr) row.mask = masks + (i64)index * vocab_size;
+  return row;
+}

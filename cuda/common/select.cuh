@@ -1,0 +1,139 @@
+// Order, sums and sorting for choosing among many numbers, exactly and always alike.
+//
+// Tokens are ordered by (value descending, id ascending). A rank puts that order into one integer, the
+// larger the earlier. All functions called block_* need the whole block.
+#pragma once
+#include "common/dtype.cuh"
+
+constexpr u32 FULL_WARP = 0xffffffffu;
+constexpr int MAX_WARPS = 32;
+
+// A float's bits made monotone as an unsigned integer; -0 and +0 have one key. Not for NaN.
+DEV u32 ordered(float x) {
+  const u32 bits = __float_as_uint(__fadd_rn(x, 0.f));
+  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+DEV float from_ordered(u32 key) {
+  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
+}
+DEV u64 ranked(u32 key, u32 id) { return (u64)key << 32 | (0xffffffffu - id); }
+DEV u32 rank_key(u64 rank) { return (u32)(rank >> 32); }
+DEV u32 rank_id(u64 rank) { return 0xffffffffu - (u32)rank; }
+
+DEV u64 warp_max_u64(u64 x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const u64 other = __shfl_xor_sync(FULL_WARP, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+// A token's score in the draw; of equal scores the lowest id wins.
+struct Score {
+  double value;
+  u32 id;
+};
+DEV Score better(const Score& a, const Score& b) {
+  return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+DEV Score warp_best(Score score) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const Score other = {__shfl_xor_sync(FULL_WARP, score.value, step),
+                         __shfl_xor_sync(FULL_WARP, score.id, step)};
+    score = better(score, other);
+  }
+  return score;
+}
+
+DEV u64 warp_inclusive_sum(u64 x, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const u64 below = __shfl_up_sync(FULL_WARP, x, step);
+    if (lane >= step) x += below;
+  }
+  return x;
+}
+
+// Where a running sum reaches a limit.
+struct Crossing {
+  int index;   // the first index up to and with which it does, -1 if none
+  u64 before;  // the running sum before that index
+  u64 total;   // of all, without the start
+};
+struct CrossingShared {
+  u64 warp_sums[MAX_WARPS];
+  u64 before;
+  int index;
+};
+
+// Thread t brings the quantities of indices 2t and 2t + 1; the sum runs on from `start`, which must be
+// below `limit`. Integer sums, so that no order of adding could show.
+DEV Crossing block_crossing(u64 first, u64 second, u64 start, double limit, CrossingShared& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+  const u64 sum = first + second;
+  const u64 inclusive = warp_inclusive_sum(sum, lane);
+  if (threadIdx.x == 0) shared.index = -1;
+  if (lane == 31) shared.warp_sums[warp] = inclusive;
+  __syncthreads();
+  const u64 of_warps = warp_inclusive_sum(lane < num_warps ? shared.warp_sums[lane] : 0, lane);
+  const u64 total = __shfl_sync(FULL_WARP, of_warps, 31);
+  const u64 earlier = __shfl_sync(FULL_WARP, of_warps, warp > 0 ? warp - 1 : 0);
+  const u64 before = start + (warp > 0 ? earlier : 0) + inclusive - sum;
+  if ((double)before < limit && (double)(before + sum) >= limit) {  // one thread at most
+    const bool at_first = (double)(before + first) >= limit;
+    shared.index = 2 * threadIdx.x + (at_first ? 0 : 1);
+    shared.before = at_first ? before : before + first;
+  }
+  __syncthreads();
+  const Crossing result = {shared.index, shared.before, total};
+  __syncthreads();
+  return result;
+}
+
+// The k-th largest of keys[0, n), 0 if there are fewer. For 1024 threads; `count` has 2048 entries.
+DEV u32 block_kth_largest(const u32* keys, int n, int k, u32* count, CrossingShared& shared) {
+  if (k > n) return 0;
+  u32 prefix = 0, known = 0;
+  u64 before = 0;
+#pragma unroll 1
+  for (int digit = 0; digit < 3; digit++) {  // the best digit comes first in the histogram
+    const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0;
+    const u32 digit_mask = digit == 2 ? 1023u : 2047u;
+    count[2 * threadIdx.x] = count[2 * threadIdx.x + 1] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+      const u32 key = keys[i];
+      if ((key & known) == prefix) atomicAdd(&count[digit_mask - (key >> shift & digit_mask)], 1u);
+    }
+    __syncthreads();
+    const Crossing crossing =
+        block_crossing(count[2 * threadIdx.x], count[2 * threadIdx.x + 1], before, k, shared);
+    before = crossing.before;
+    prefix |= (digit_mask - crossing.index) << shift;
+    known |= digit_mask << shift;
+  }
+  return prefix;
+}
+
+// Sort list[0, n) descending. Entries up to the next power of two are overwritten.
+DEV void block_sort_descending(u64* list, int n) {
+  int size = 2;
+  while (size < n) size *= 2;
+  for (int i = n + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
+  for (int width = 2; width <= size; width *= 2) {  // bitonic: Batcher 1968
+    for (int step = width / 2; step > 0; step /= 2) {
+      __syncthreads();
+      for (int pair = threadIdx.x; pair < size / 2; pair += blockDim.x) {
+        const int i = 2 * pair - (pair & (step - 1)), j = i + step;
+        const u64 a = list[i], b = list[j];
+        if ((a < b) == ((i & width) == 0)) {
+          list[i] = b;
+          list[j] = a;
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
