@@ -4,17 +4,19 @@ NVRTC needs no GPU. What the assembler remarks (C75xx: tensor core instructions 
 hints ignored) costs much speed without any error, so it counts as one here.
 """
 
+import importlib
 import os
+import pkgutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import engine.ops
 from engine.ops import jit, kernel_cache, nvrtc
 from engine.ops.kernel_build import Built, build, compile_all
 from engine.ops.kernel_cache import SOURCE_ROOT, Job, KernelCache, flatten
-from engine.ops.kernel_list import kernel_specs
 from engine.ops.nvrtc import KernelBuildError
 from tests.kernels.models import MODELS
 
@@ -22,6 +24,24 @@ try:
     nvrtc.version()
 except KernelBuildError as error:
     pytest.skip(str(error), allow_module_level=True)
+
+
+OPS = {
+    info.name: module
+    for info in pkgutil.iter_modules(engine.ops.__path__)
+    if info.name != "kernel_list"
+    and hasattr(module := importlib.import_module(f"engine.ops.{info.name}"), "specs")
+}
+
+
+def kernel_specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
+    return [spec for op in OPS.values() for spec in op.specs(config)]
+
+
+def test_the_list_of_kernels_is_complete() -> None:
+    from engine.ops import kernel_list  # not above: the other tests do without it
+
+    assert {op.__name__ for op in kernel_list.OPS} == {op.__name__ for op in OPS.values()}
 
 
 def all_jobs(arch: str) -> list[Job]:
