@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x; returns rms_norm(residual). See the module's contract."""
-    if x.is_cuda and has_kernel(x, weight) and x.is_contiguous():
+    if x.is_cuda and has_kernel(x, weight) and x.is_contiguous() and residual.is_contiguous():
         return launch_add(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
 

@@ -8,13 +8,11 @@ import torch
 
 from scripts.bench_cases import Launch
 
-MIN_NODES = 20  # launches in a graph, so that its own start does not count
 REPEATS = 7
 
 
-def time_launches(launches: Sequence[Launch]) -> float:
-    """Seconds of one launch: the median over replays of a graph that has all of them in a row."""
-    rounds = -(-MIN_NODES // len(launches))
+def time_launches(launches: Sequence[Launch], rounds: int = 1) -> float:
+    """Seconds of one launch: the median over replays of a graph that has all of them `rounds` times."""
     replay = record(lambda: [launch() for _ in range(rounds) for launch in launches])
     return time_call(replay) / (rounds * len(launches))
 

@@ -38,3 +38,10 @@ MODELS: dict[str, KernelConfig] = {
     "head of 80 fp16": shape(80, 32, 32, 2560, 6912, 50304, torch.float16, block_size=32),
     "head of 256": shape(256, 8, 4, 2304, 9216, 256000, block_size=64),
 }
+
+# The same sources on an older architecture hold few surprises: the extremes of shape will do.
+MODELS_BY_ARCH: dict[str, tuple[str, ...]] = {
+    "sm_80": ("Qwen2.5-0.5B fp16", "Qwen2.5-7B", "head of 256"),
+    "sm_89": ("Llama-3-8B fp8 cache", "Phi-3-mini"),
+    "sm_90a": tuple(MODELS),
+}
