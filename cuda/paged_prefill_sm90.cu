@@ -77,7 +77,7 @@ DEV int item_index(int round) {
 }
 
 struct Params {
-  scalar_t* out;            // [T, num_heads * HEAD_DIM]
+  scalar_t* out;            // [T, num_heads, HEAD_DIM]
   const int* block_table;   // [table rows, table_stride]
   const int* rows;          // [B] table row of each batch row
   const int4* work;         // [num_work] {batch row, first query row, q_len, kv_len}
@@ -86,6 +86,7 @@ struct Params {
   int window;               // keys that a query sees, itself included
   float scale_log2;         // log2(e) * scale, or log2(e) * softcap
   float scale_inner;        // SOFTCAP: 2 log2(e) * scale / softcap
+  float v_scale;            // of the result
 };
 
 // One warp. Lane i fetches the i-th block of each tile; a block of one head is contiguous.
@@ -293,7 +294,7 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
     release(smem.v_empty((tile - 1) % STAGES));
     item_count++;
 
-    const float inverse0 = 1.f / quad_sum(sum0), inverse1 = 1.f / quad_sum(sum1);
+    const float inverse0 = p.v_scale / quad_sum(sum0), inverse1 = p.v_scale / quad_sum(sum1);
     const int q_row = item.q_row + row_in_item;
     const i64 row_stride = (i64)p.num_heads * HEAD_DIM;
     scalar_t* out = p.out + (p.q_start[item.batch_row] + q_row) * row_stride + item.head * HEAD_DIM;
@@ -322,12 +323,12 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_pre
     const __grid_constant__ TensorMap v_map,
     scalar_t* __restrict__ out, const int* __restrict__ block_table, const int* __restrict__ rows,
     const int4* __restrict__ work, const int* __restrict__ q_start, int num_work, int table_stride,
-    int num_heads, int num_kv_heads, int window, float scale_log2, float scale_inner)
+    int num_heads, int num_kv_heads, int window, float scale_log2, float scale_inner, float v_scale)
 {
   extern __shared__ u8 raw[];
   const Smem smem(raw);
   const Params params{out, block_table, rows, work, q_start, num_work, table_stride,
-                      num_heads, num_kv_heads, window, scale_log2, scale_inner};
+                      num_heads, num_kv_heads, window, scale_log2, scale_inner, v_scale};
   const int warpgroup = threadIdx.x >> 7;
   if (threadIdx.x == 0) {
     mbarrier_init(smem.q_full(), 1);

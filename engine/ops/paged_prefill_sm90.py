@@ -1,42 +1,31 @@
 """Causal attention of prompt chunks over a paged KV cache, for Hopper GPUs (sm_90a).
 
 Contract
-    q            [T, num_heads, head_dim] bfloat16 or float16, a view of anything with contiguous heads
-                 and rows at multiples of 16 bytes; not changed
-    k_cache      [num_blocks, num_kv_heads, block_size, head_dim] of q's dtype, contiguous. Holds the
-    v_cache      chunks' own keys and values too. Blocks that no chunk uses may hold anything
-    block_table  int32 [table rows, max_blocks]
-    rows         int32 [B] table row of each batch row
-    work         int32 [W, 4] {batch row, first query row, q_len, kv_len}: the q_len queries of a batch row
-                 are the last q_len of its kv_len tokens; an item covers Q_ROWS of them from the first
-                 query row on. Items with first query row >= q_len are padding. `work_items` makes them
-    q_start      int32 [B] first row of each chunk in q and out
-    window       a token sees itself and window - 1 tokens before it; None: all before it
-    softcap      0: none; else scores become softcap * tanh(score / softcap)
-    returns      out [T, num_heads * head_dim], a fresh tensor unless given; rows of no chunk are not
-                 written
+    As engine/ops/paged_prefill.py, whose place it takes where `supports` says so, with these limits:
 
-All but q and out lie where a CUDA graph may find new values at each replay. head_dim is 64 or 128,
-block_size 16, 32, 64 or 128 (`supports`). The reference is that of engine/ops/paged_prefill.py.
+    q            head_dim 64 or 128; tokens a multiple of 8 numbers apart, so it may be a slice
+    k_cache      of q's dtype; block_size 16, 32, 64 or 128
+    v_cache
+    work         of QUERIES_PER_ITEM queries an item: work_items(..., QUERIES_PER_ITEM)
+
+All but the addresses of q, out and the caches may change between replays of a CUDA graph.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.ops import jit
+from engine.ops.paged_prefill import NO_WINDOW
 from engine.ops.tensor_map import tensor_map
 
-Q_ROWS = 128  # query rows of a work item, as in the kernel
+QUERIES_PER_ITEM = 128  # Q_ROWS in the kernel
 KEYS = 128  # of a tile
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)
 THREADS = 384
-NO_WINDOW = 1 << 30
 LOG2_E = 1.4426950408889634
 
 
@@ -49,27 +38,28 @@ def paged_prefill_sm90(
     work: Tensor,
     q_start: Tensor,
     scale: float,
+    out: Tensor,
     window: int | None = None,
     softcap: float = 0.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See the module's contract. Raises ValueError for shapes outside it."""
-    num_tokens, num_heads, head_dim = q.shape
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """See the module's contract. Raises ValueError for what is outside it."""
+    _, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = k_cache.shape
     if not supports(head_dim, q.dtype, block_size, "sm_90a") or k_cache.dtype != q.dtype:
         raise ValueError(
             f"paged_prefill_sm90: head_dim {head_dim}, {q.dtype}, block_size {block_size}, cache "
             f"{k_cache.dtype}; use paged_prefill, which takes every shape"
         )
-    if num_heads % num_kv_heads or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+    if num_heads % num_kv_heads:
         raise ValueError(
-            f"paged_prefill_sm90: {num_heads} query heads over a cache of {num_kv_heads} heads, which "
-            "must divide them and be contiguous"
+            f"paged_prefill_sm90: {num_kv_heads} KV heads must divide {num_heads} query heads"
         )
-    if out is None:
-        out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous()):
+        raise ValueError("paged_prefill_sm90: the caches and out must be contiguous")
     if work.shape[0] == 0:
-        return out
+        return
     kernel = load(head_dim, q.dtype, block_size, softcap > 0, q.device.index)
     num_items = work.shape[0] * num_heads
     cache_rows = (num_blocks * num_kv_heads * block_size, head_dim)
@@ -78,7 +68,7 @@ def paged_prefill_sm90(
         (min(num_items, num_sms(q.device.index)),),
         (THREADS,),
         (
-            tensor_map(q, (Q_ROWS, 1, 64)),
+            tensor_map(q, (QUERIES_PER_ITEM, 1, 64)),
             tensor_map(k_cache.view(cache_rows), box),
             tensor_map(v_cache.view(cache_rows), box),
             out.data_ptr(),
@@ -91,11 +81,11 @@ def paged_prefill_sm90(
             np.int32(num_heads),
             np.int32(num_kv_heads),
             np.int32(window or NO_WINDOW),
-            np.float32(LOG2_E * (softcap or scale)),
-            np.float32(2 * LOG2_E * scale / softcap if softcap else 0.0),
+            np.float32(LOG2_E * (softcap or scale * k_scale)),
+            np.float32(2 * LOG2_E * scale * k_scale / softcap if softcap else 0.0),
+            np.float32(v_scale),
         ),
     )
-    return out
 
 
 def supports(head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> bool:
@@ -109,20 +99,6 @@ def supports(head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> b
         and dtype in (torch.bfloat16, torch.float16)
         and block_size in BLOCK_SIZES
     )
-
-
-def work_items(q_lens: Sequence[int], kv_lens: Sequence[int]) -> npt.NDArray[np.int32]:
-    """`work` for chunks of q_lens new tokens in sequences of kv_lens, longest items first."""
-    q_len, kv_len = np.asarray(q_lens, np.int32), np.asarray(kv_lens, np.int32)
-    counts = -(-q_len // Q_ROWS)
-    batch_row = np.repeat(np.arange(len(q_len), dtype=np.int32), counts)
-    first_item = np.repeat(np.cumsum(counts) - counts, counts)
-    first_row = (np.arange(len(batch_row)) - first_item) * Q_ROWS
-    items = np.stack([batch_row, first_row, q_len[batch_row], kv_len[batch_row]], 1).astype(
-        np.int32
-    )
-    keys_seen = np.minimum(items[:, 3], items[:, 3] - items[:, 2] + items[:, 1] + Q_ROWS)
-    return items[np.argsort(-keys_seen, kind="stable")]
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
@@ -146,7 +122,7 @@ def variant(
     }
     if softcap:
         defines["SOFTCAP"] = 1
-    tiles = (Q_ROWS + 2 * stages * KEYS) * head_dim * 2
+    tiles = (QUERIES_PER_ITEM + 2 * stages * KEYS) * head_dim * 2
     smem_bytes = 1024 + tiles + 16 + 4 * 8 * stages  # alignment, tiles, barriers
     return jit.VariantSpec(
         "paged_prefill_sm90.cu", "paged_prefill_sm90", defines, smem_bytes, archs=("sm_90a",)

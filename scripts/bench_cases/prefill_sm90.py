@@ -5,7 +5,8 @@ from itertools import accumulate
 
 import torch
 
-from engine.ops.paged_prefill_sm90 import paged_prefill_sm90, work_items
+from engine.ops.paged_prefill import work_items
+from engine.ops.paged_prefill_sm90 import QUERIES_PER_ITEM, paged_prefill_sm90
 from scripts.bench_cases import Case, Launch
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
@@ -33,13 +34,13 @@ def setup(heads: Heads, block_size: int, batch: tuple[int, int, int], copies: in
     table = placement.view(sequences, per_sequence)
     rows = torch.arange(sequences, device="cuda", dtype=torch.int32)
     q_lens, kv_lens = [q_len] * sequences, [kv_len] * sequences
-    work = torch.from_numpy(work_items(q_lens, kv_lens)).cuda()
+    work = torch.from_numpy(work_items(q_lens, kv_lens, QUERIES_PER_ITEM)).cuda()
     q_start = torch.tensor([*accumulate([0, *q_lens])][:-1], device="cuda", dtype=torch.int32)
     shape = (sequences * q_len, num_heads, head_dim)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(shape[0], num_heads * head_dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
     launch = partial(
-        paged_prefill_sm90, q, keys, values, table, rows, work, q_start, head_dim**-0.5, out=out
+        paged_prefill_sm90, q, keys, values, table, rows, work, q_start, head_dim**-0.5, out
     )
     return [launch] * copies
 

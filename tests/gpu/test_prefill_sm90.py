@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.ops import jit
 from engine.ops import paged_prefill_sm90 as op
+from engine.ops.paged_prefill import work_items
 from tests.kernels.prefill_sm90_cases import Case, assert_close, make_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -34,31 +35,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     op.load.cache_clear()
 
 
-def run(case: Case, out: Tensor) -> None:
-    op.paged_prefill_sm90(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.block_table,
-        case.rows,
-        case.work,
-        case.q_start,
-        case.scale,
-        case.window,
-        case.softcap,
-        out,
-    )
-
-
-def nan_output(case: Case) -> Tensor:
-    width = case.q.shape[1] * case.q.shape[2]
-    return torch.full((case.q.shape[0], width), float("nan"), dtype=case.q.dtype, device="cuda")
-
-
 def check(case: Case) -> None:
     case = case.to("cuda")
-    out = nan_output(case)
-    run(case, out)
+    out = case.nan_output()
+    case.run(out)
     torch.cuda.synchronize()
     assert_close(out, case)
 
@@ -101,18 +81,33 @@ def test_fewer_items_than_multiprocessors() -> None:
 def test_padding_items_alone_write_nothing() -> None:
     case = make_case(128, 64, BF16, 4, 2, [(1, 1)]).to("cuda")
     case.work.zero_()
-    out = nan_output(case)
-    run(case, out)
+    out = case.nan_output()
+    case.run(out)
     assert out.isnan().all()
 
 
 def test_the_same_bits_every_time() -> None:
     case = make_case(128, 64, BF16, 28, 4, RAGGED).to("cuda")
-    first, second = nan_output(case), nan_output(case)
-    run(case, first)
+    first, second = case.nan_output(), case.nan_output()
+    case.run(first)
     for _ in range(20):
-        run(case, second)
+        case.run(second)
         assert torch.equal(first.view(torch.int16), second.view(torch.int16))
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_token_does_not_depend_on_how_its_prompt_is_cut(window: int | None) -> None:
+    whole = make_case(128, 64, BF16, 8, 2, [(900, 1100)], window=window, padding=0).to("cuda")
+    want, got = whole.nan_output(), whole.nan_output()
+    whole.run(want)
+    begin = 0
+    for end in (1, 130, 515, 900):
+        items = work_items([end - begin], [200 + end], op.QUERIES_PER_ITEM)
+        whole.work, whole.q_start = torch.from_numpy(items).cuda(), whole.q_start * 0 + begin
+        whole.run(got)
+        begin = end
+    different = (got.view(torch.int16) != want.view(torch.int16)).nonzero()
+    assert not len(different), f"differs at (token, head, element) {different[:5].tolist()}"
 
 
 def test_shared_blocks() -> None:
@@ -143,8 +138,8 @@ def test_a_graph_sees_new_data_at_replay(
         table[:, : case.block_table.shape[1]] = case.block_table
         case.block_table = table
     static = cases[0].to("cuda")
-    out = nan_output(static)
-    replay = graph_replay(lambda: run(static, out))
+    out = static.nan_output()
+    replay = graph_replay(lambda: static.run(out))
     for case in (cases[1], cases[0]):
         for name, value in vars(case).items():
             if isinstance(value, Tensor):
@@ -162,4 +157,4 @@ def test_unsupported_shapes_are_refused_with_a_remedy() -> None:
     assert not op.supports(128, BF16, 64, "sm_89")
     case = make_case(96, 64, BF16, 2, 1, [(3, 3)]).to("cuda")
     with pytest.raises(ValueError, match="use paged_prefill"):
-        run(case, nan_output(case))
+        case.run(case.nan_output())

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops.paged_prefill_sm90 import work_items
+from engine.ops.paged_prefill import work_items
+from engine.ops.paged_prefill_sm90 import QUERIES_PER_ITEM, paged_prefill_sm90
 
 
 @dataclass
@@ -43,10 +44,27 @@ class Case:
         q.copy_(self.q)
         return Case(**{**vars(self), **moved, "q": q})
 
+    def nan_output(self) -> Tensor:
+        return torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
+
+    def run(self, out: Tensor) -> None:
+        paged_prefill_sm90(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_table,
+            self.rows,
+            self.work,
+            self.q_start,
+            self.scale,
+            out,
+            self.window,
+            self.softcap,
+        )
+
     def expected(self) -> Tensor:
-        """[num_tokens, num_heads * head_dim], in float32 by the definition."""
-        num_heads, head_dim = self.q.shape[1:]
-        group = num_heads // self.k_cache.shape[1]
+        """[num_tokens, num_heads, head_dim], in float32 by the definition."""
+        group = self.q.shape[1] // self.k_cache.shape[1]
         out = []
         for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             blocks = self.block_table[int(self.rows[i])]
@@ -69,7 +87,7 @@ class Case:
             if self.window is not None:
                 visible &= key > position - self.window
             weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), -1)
-            out.append((weights @ values).transpose(0, 1).reshape(q_len, num_heads * head_dim))
+            out.append((weights @ values).transpose(0, 1))
         return torch.cat(out)
 
 
@@ -110,7 +128,8 @@ def make_case(
             )
     num_tokens = sum(q_lens) + padding
     wide = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    work = np.concatenate([work_items(q_lens, kv_lens), np.zeros((padding, 4), np.int32)])
+    items = work_items(q_lens, kv_lens, QUERIES_PER_ITEM)
+    work = np.concatenate([items, np.zeros((padding, 4), np.int32)])
     return Case(
         q=wide[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim),
         k_cache=caches[0],
@@ -129,9 +148,8 @@ def make_case(
 
 def assert_close(got: Tensor, case: Case) -> None:
     """Each token of each head within 2% of its expected norm; padding rows untouched (they were NaN)."""
-    num_heads, head_dim = case.q.shape[1:]
-    want = case.expected().unflatten(1, (num_heads, head_dim))
-    real = got[: case.num_tokens].float().unflatten(1, (num_heads, head_dim))
+    num_heads = case.q.shape[1]
+    want, real = case.expected(), got[: case.num_tokens].float()
     assert not real.isnan().any(), (
         f"NaN at (token, head, element) {real.isnan().nonzero()[:5].tolist()}"
     )

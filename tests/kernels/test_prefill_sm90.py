@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import paged_prefill_sm90 as op
+from engine.ops.paged_prefill import work_items
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated
 from tests.kernels.prefill_sm90_cases import assert_close, make_case
@@ -57,30 +58,40 @@ def test_prefill_sm90(
 ) -> None:
     monkeypatch.setattr(op, "num_sms", lambda device: num_sms)
     case = make_case(head_dim, block_size, dtype, *heads, chunks, window, softcap)
-    out = torch.full((case.q.shape[0], heads[0] * head_dim), float("nan"), dtype=dtype)
+    out = case.nan_output()
+    case.run(out)
+    assert_close(out, case)
+
+
+def test_caches_in_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values that lie in the cache halved and doubled."""
+    monkeypatch.setattr(op, "num_sms", lambda device: 2)
+    case = make_case(64, 64, BF16, 1, 1, [(5, 70)])
+    want, got = case.nan_output(), case.nan_output()
+    case.run(want)
     op.paged_prefill_sm90(
         case.q,
-        case.k_cache,
-        case.v_cache,
+        case.k_cache / 2,
+        case.v_cache * 2,
         case.block_table,
         case.rows,
         case.work,
         case.q_start,
         case.scale,
-        window,
-        softcap,
-        out,
+        got,
+        k_scale=2.0,
+        v_scale=0.5,
     )
-    assert_close(out, case)
+    assert torch.equal(got[:5], want[:5])
 
 
-def test_work_items_cover_every_query_row_longest_first() -> None:
-    items = op.work_items([300, 1, 128], [300, 1000, 256])
-    assert items.dtype == np.int32
-    assert items.tolist() == [
-        [1, 0, 1, 1000],
-        [0, 256, 300, 300],
-        [0, 128, 300, 300],
-        [2, 0, 128, 256],
-        [0, 0, 300, 300],
-    ]
+def test_a_token_does_not_depend_on_how_its_prompt_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "num_sms", lambda device: 2)
+    case = make_case(64, 64, BF16, 1, 1, [(270, 300)], padding=0)
+    want, got = case.nan_output(), case.nan_output()
+    case.run(want)
+    for begin, end in ((0, 120), (120, 270)):
+        items = work_items([end - begin], [30 + end], op.QUERIES_PER_ITEM)
+        case.work, case.q_start = torch.from_numpy(items), torch.tensor([begin], dtype=torch.int32)
+        case.run(got)
+    assert torch.equal(got, want)
