@@ -272,4 +272,8 @@ def device_limits(device: int | None = None) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(
         torch.cuda.current_device() if device is None else device
     )
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    reserved = 1024  # by the driver, of each block
+    return (
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor - reserved,
+    )
