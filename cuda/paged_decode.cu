@@ -167,13 +167,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     copy_async_wait<STAGES - 2>();
     __syncwarp();
     load_tile(i + STAGES - 1);
-    const smem_t keys = ring + i % STAGES * STAGE_BYTES, values = keys + TILE_BYTES;
+    const smem_t keys = ring + i % STAGES * STAGE_BYTES + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
 
     float s[2][4] = {};
     #pragma unroll
     for (int load = 0; load < LOADS; load++) {
       KeyFragment f;
-      f.load(keys, load, lane);
+      f.load(keys, load);
       #pragma unroll
       for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
         const int k = load * K_STEPS_PER_LOAD + step;
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     #pragma unroll
     for (int load = 0; load < LOADS; load++) {
       ValueFragment f;
-      f.load(values, load, lane);
+      f.load(values, load);
       #pragma unroll
       for (int tile = 0; tile < N_TILES_PER_LOAD; tile++) {
         const int n = load * N_TILES_PER_LOAD + tile;

@@ -1,19 +1,18 @@
 // Shared memory addresses and copies from global to shared memory that do not pass through registers
 // (cp.async, sm_80 and later). Copies of a thread form groups in the order of its commits.
 //
-//   smem_t   an address in shared memory; add byte offsets to it
+//   smem_t   an address in shared memory, a number of bytes
 #pragma once
 #include "dtype.cuh"
 
 #ifdef SLUICE_EMULATE
 
-typedef u8* smem_t;
-DEV smem_t smem_address(void* p) { return (u8*)p; }
+typedef u64 smem_t;
+DEV smem_t smem_address(void* p) { return (smem_t)p; }
 
-DEV void copy_async_16(smem_t to, const void* from) { __builtin_memcpy(to, from, 16); }
 DEV void copy_async_16(smem_t to, const void* from, bool valid) {
-  if (valid) __builtin_memcpy(to, from, 16);
-  else __builtin_memset(to, 0, 16);
+  if (valid) __builtin_memcpy((void*)to, from, 16);
+  else __builtin_memset((void*)to, 0, 16);
 }
 DEV void copy_async_commit() {}
 template <int PENDING> DEV void copy_async_wait() {}
@@ -23,11 +22,8 @@ template <int PENDING> DEV void copy_async_wait() {}
 typedef u32 smem_t;
 DEV smem_t smem_address(void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// 16 bytes; both addresses are multiples of 16. Past the L1 cache: every byte is wanted once.
-DEV void copy_async_16(smem_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-// The same, or 16 zero bytes without reading `from`.
+// 16 bytes; both addresses are multiples of 16. Past the L1 cache: every byte is wanted once. Zeros if not
+// `valid`; `from` is not read then.
 DEV void copy_async_16(smem_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");

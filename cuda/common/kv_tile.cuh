@@ -31,6 +31,13 @@ template <int BYTES> struct TileLayout {
   static DEV u32 offset(int row, int chunk) {
     return row * STRIDE + ((EXCHANGED ? chunk ^ (row & 7) : chunk) << 4);
   }
+  // For ldmatrix of 16 rows and two chunks: lanes 0 to 15 point to the rows' first chunk, the others to
+  // the second. That of chunks 0 and 1, to be added to the address of the first row (a multiple of 128):
+  static DEV u32 lane_offset(int lane) { return offset(lane & 15, lane >> 4); }
+  // ... and from there to chunks 2 * pair and 2 * pair + 1, with next to no arithmetic.
+  static DEV smem_t at(smem_t lane_address, int pair) {
+    return EXCHANGED ? (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * 128 : lane_address + pair * 32;
+  }
 };
 
 constexpr int KV_ROW_BYTES = HEAD_DIM * sizeof(kv_t);
@@ -91,28 +98,27 @@ DEV u32 fp8_operand(u32 four, int first, int second) {
 #endif
 }
 
-// --- operands of S = Q K^T: load `l` of the 16 tokens at `rows` gives K_STEPS_PER_LOAD steps ---
+// --- operands of S = Q K^T: load `l` of 16 tokens gives K_STEPS_PER_LOAD steps. `address` of tile rows: with
+// the lane's KvLayout::lane_offset ---
 
 struct KeyFragment {
-  u32 raw[4];
-  bool whole;  // two chunks; a constant once loops are unrolled
+  u32 raw[4];  // first chunk of tokens 0 to 7, of tokens 8 to 15, then the second chunk
 
-  DEV void load(smem_t rows, int l, int lane) {
-    whole = 2 * l + 1 < KvLayout::CHUNKS;
-    if (whole)
-      ldmatrix_x4(raw, rows + KvLayout::offset((lane & 7) + (lane >> 4) * 8, 2 * l + (lane >> 3 & 1)));
+  DEV void load(smem_t address, int l) {
+    if (2 * l + 1 < KvLayout::CHUNKS)
+      ldmatrix_x4(raw, KvLayout::at(address, l));
     else
-      ldmatrix_x2(raw, rows + KvLayout::offset(lane & 15, 2 * l));
+      ldmatrix_x2(raw, KvLayout::at(address, l));
   }
   // s0 (tokens 0 to 7), s1 (tokens 8 to 15) += the part of the load's k step `step`, with the queries' a.
   DEV void multiply(int step, float (&s0)[4], float (&s1)[4], const u32 (&a)[4]) const {
 #if KV_FP8
-    const u32 x0 = raw[step], x1 = raw[(whole ? 2 : 1) + step];
+    const u32 x0 = raw[2 * step], x1 = raw[2 * step + 1];
     mma(s0, a, fp8_operand(x0, 0, 1), fp8_operand(x0, 2, 3));
     mma(s1, a, fp8_operand(x1, 0, 1), fp8_operand(x1, 2, 3));
 #else
-    mma(s0, a, raw[0], raw[1]);
-    mma(s1, a, raw[2], raw[3]);
+    mma(s0, a, raw[0], raw[2]);
+    mma(s1, a, raw[1], raw[3]);
 #endif
   }
 };
@@ -122,16 +128,16 @@ DEV int query_column(int k_step, int t, int half) {
   return KV_FP8 ? 16 * k_step + 4 * t + 2 * half : 16 * k_step + 2 * t + 8 * half;
 }
 
-// --- operands of O += P V: load `l` of the 16 tokens at `rows` gives N_TILES_PER_LOAD column tiles ---
+// --- operands of O += P V: load `l` of 16 tokens gives N_TILES_PER_LOAD column tiles ---
 
 struct ValueFragment {
   u32 raw[4];
 
-  DEV void load(smem_t rows, int l, int lane) {
+  DEV void load(smem_t address, int l) {
     if (2 * l + 1 < KvLayout::CHUNKS)
-      ldmatrix_x4_transposed(raw, rows + KvLayout::offset(lane & 15, 2 * l + (lane >> 4)));
+      ldmatrix_x4_transposed(raw, KvLayout::at(address, l));
     else
-      ldmatrix_x2_transposed(raw, rows + KvLayout::offset(lane & 15, 2 * l));
+      ldmatrix_x2_transposed(raw, KvLayout::at(address, l));
   }
   // o += the part of the load's column tile `tile`; p: weights of the 16 tokens.
   DEV void multiply(int tile, float (&o)[4], const u32 (&p)[4]) const {

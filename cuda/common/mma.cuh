@@ -22,8 +22,8 @@ template <bool TRANSPOSED, int COUNT> DEV void emulated_ldmatrix(u32* r, smem_t 
     u16 pair[2];
     for (int e = 0; e < 2; e++) {
       const int row = TRANSPOSED ? 2 * t + e : g, column = TRANSPOSED ? g : 2 * t + e;
-      const smem_t from = (smem_t)__shfl_sync(~0u, (u64)address, 8 * i + row);
-      __builtin_memcpy(&pair[e], from + 2 * column, 2);
+      const smem_t from = __shfl_sync(~0u, address, 8 * i + row);
+      __builtin_memcpy(&pair[e], (const void*)(from + 2 * column), 2);
     }
     r[i] = pair[0] | (u32)pair[1] << 16;
   }
