@@ -24,7 +24,6 @@ Contract
 D is 64, 80, 96, 128, 256 or any other multiple of 16 up to 256; block_size 16, 32, 64 or 128.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -80,7 +79,7 @@ def paged_prefill(
 
 
 def work_items(
-    q_lens: Sequence[int], kv_lens: Sequence[int], queries_per_item: int
+    q_lens: npt.ArrayLike, kv_lens: npt.ArrayLike, queries_per_item: int
 ) -> npt.NDArray[np.int32]:
     """`work` for chunks of q_lens new tokens in sequences of kv_lens, longest items first."""
     q_len, kv_len = np.asarray(q_lens, np.int64), np.asarray(kv_lens, np.int64)
@@ -92,11 +91,24 @@ def work_items(
     return items[np.argsort(-keys_seen, kind="stable")]
 
 
-def queries_per_item(
-    head_dim: int, kv_dtype: torch.dtype, group: int, has_softcap: bool, arch: str
-) -> int:
-    """Queries of an item of `work` for the kernel on `arch`. Their query heads fill a tile's rows."""
-    return Shape.choose(head_dim, kv_dtype, has_softcap, arch).q_rows // group
+def queries_per_item(head_dim: int, group: int, arch: str) -> int:
+    """Queries of an item of `work` for the kernel on `arch`. Their query heads fill a tile's rows.
+    Raises ValueError for more query heads per KV head than rows."""
+    num_warps, m_tiles = warp_tiles(head_dim, arch)
+    rows = num_warps * m_tiles * 16
+    if group > rows:
+        raise ValueError(
+            f"attention: {group} query heads per KV head; kernels take up to {rows} for heads of {head_dim}"
+        )
+    return rows // group
+
+
+def warp_tiles(head_dim: int, arch: str) -> tuple[int, int]:
+    """Warps of a thread block, and tiles of 16 rows of each. Two tiles halve the reads of shared memory,
+    but only small heads leave the registers for them."""
+    if head_dim <= 128:
+        return 4, 2
+    return (8, 1) if arch == "sm_90a" else (4, 1)
 
 
 def reference(
@@ -187,23 +199,15 @@ class Shape:
     blocks_per_sm: int
     smem_bytes: int
 
-    @property
-    def q_rows(self) -> int:
-        return self.num_warps * self.m_tiles * 16
-
     @classmethod
-    def choose(
-        cls, head_dim: int, kv_dtype: torch.dtype, has_softcap: bool, arch: str
-    ) -> "Shape":
-        """Two row tiles for each warp halve the reads of shared memory, but only small heads leave the
-        registers for them. Of 64 or fewer keys, as many as memory and registers allow without spilling.
-        """
+    def choose(cls, head_dim: int, kv_dtype: torch.dtype, has_softcap: bool, arch: str) -> "Shape":
+        """Of 64 or fewer keys, as many as memory and registers allow without spilling."""
+        num_warps, m_tiles = warp_tiles(head_dim, arch)
         is_small = head_dim <= 128
         if arch == "sm_90a":
-            num_warps, blocks, budget = (4, 2, 113 * 1024) if is_small else (8, 1, 227 * 1024)
+            blocks, budget = (2, 113 * 1024) if is_small else (1, 227 * 1024)
         else:  # twice in an A100, once in the others; large heads once in all
-            num_warps, blocks, budget = (4, 2, 81 * 1024) if is_small else (4, 1, 98 * 1024)
-        m_tiles = 2 if is_small else 1
+            blocks, budget = (2, 81 * 1024) if is_small else (1, 98 * 1024)
         q_bytes = num_warps * m_tiles * 16 * row_stride(head_dim * 2)
         key_bytes = 2 * 2 * row_stride(head_dim * kv_dtype.itemsize)  # K and V, two buffers
         # soft-cap, conversion, and rows whose chunks are not at constant distances take registers

@@ -140,7 +140,8 @@ def reference(
     split = np.cumsum(is_split) - is_split
     last_span = spans - (parts - 1) * chunk
     bucket = BUCKETS - 1 - last_span * (BUCKETS - 1) // max(1, int(spans.max()))
-    whole, last = [], []
+    whole: list[tuple[int, ...]] = []
+    last: list[tuple[int, ...]] = []
     for i in range(len(lens)):
         start = base[i] + np.arange(parts[i]) * chunk[i]
         ends = np.append(start[1:], lens[i])

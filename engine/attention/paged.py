@@ -1,0 +1,196 @@
+"""Paged attention on a GPU: decode rows through one kernel, prompt chunks through another.
+
+    tokens     d0 d1 d2 ... dn   p p p p p p p   p p p p ...      decode rows first, one token each
+    kernel     paged_decode      paged_prefill or its Hopper version
+    work list  made on the       made on the host with the plan, as steps with chunks are never
+               device            captured in a CUDA graph
+
+Work lists are made once per step and read by every layer. The decode list lives in static buffers, so
+that a captured step can make a new one at each replay (`plan_on_device`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionSpec, KVCache, StepInputs
+from engine.ops import jit, paged_prefill_sm90
+from engine.ops.paged_decode import DecodeScratch, paged_decode, plan_limits
+from engine.ops.paged_prefill import paged_prefill, queries_per_item, work_items
+from engine.ops.plan_decode import DecodePlan, plan_decode
+
+# Shorter chunks leave most of the Hopper kernel's 128 rows of one head empty; the other packs heads.
+MIN_HOPPER_QUERIES = 64
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """Chunks of a step, on the device. Row i of them is batch row num_decodes + i."""
+
+    rows: Tensor  # int32 [rows] of the block table
+    q_start: Tensor  # int32 [rows]
+    work: Tensor  # int32 [items, 4] of ops.paged_prefill; may be empty
+    hopper_work: Tensor  # the same of ops.paged_prefill_sm90
+
+
+class PagedAttention:
+    """AttentionBackend for CUDA devices. Not for use by two steps at once (it owns scratch).
+
+    deterministic: a row's result does not depend on the other rows of the step. Costs speed when few
+    rows with long contexts share the device.
+    scales: what each layer's cached (keys, values) are to be multiplied by; None: 1.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        specs: Sequence[AttentionSpec],
+        max_batch: int,
+        max_model_len: int,
+        device: torch.device,
+        deterministic: bool = False,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
+        """Raises ValueError for head sizes or groups that kernels do not take."""
+        spec = specs[0]
+        self.kv = kv
+        self.device = device
+        self.scales = scales or [(1.0, 1.0)] * len(kv.k)
+        arch = jit.device_arch(device.index)
+        kv_dtype = kv.k[0].dtype
+        self.queries_per_item = queries_per_item(
+            spec.head_dim, spec.num_heads // spec.num_kv_heads, arch
+        )
+        limits = plan_limits(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            kv_dtype,
+            max_model_len,
+            deterministic,
+            device,
+        )
+        self.decode_plans = {
+            window: DecodePlan.allocate(limits, max_batch, device)
+            for window in dict.fromkeys(s.sliding_window for s in specs)
+        }
+        self.scratch = DecodeScratch.allocate(
+            limits, max_batch, spec.num_heads, spec.head_dim, device
+        )
+        self.min_hopper_queries = 1 << 30  # never
+        if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
+            self.min_hopper_queries = 1 if deterministic else MIN_HOPPER_QUERIES
+        self.num_decodes = 0
+        self.num_tokens = 0  # without padding
+        self.prefill: PrefillPlan | None = None
+
+    def plan(self, inputs: StepInputs, specs: list[AttentionSpec]) -> None:
+        """Work lists of an eager step; one small copy to the device if it has chunks."""
+        decodes, batch = inputs.num_decodes, len(inputs.seq_lens)
+        rows, seq_lens = inputs.rows_device, inputs.seq_lens_device
+        if rows is None:  # then the block table has the rows of the batch
+            (rows,) = self.upload([np.arange(batch, dtype=np.int32)])
+        if seq_lens is None:
+            (seq_lens,) = self.upload([np.array(inputs.seq_lens, np.int32)])
+        if decodes:
+            self.plan_on_device(seq_lens, rows, decodes)
+        self.num_decodes, self.num_tokens = decodes, inputs.query_start[-1]
+        self.prefill = None
+        if decodes < batch:
+            starts = np.array(inputs.query_start[decodes:], np.int32)
+            kv_lens = np.array(inputs.seq_lens[decodes:], np.int32)
+            self.prefill = self.plan_prefill(rows[decodes:], starts, kv_lens)
+
+    def plan_prefill(
+        self, rows: Tensor, starts: npt.NDArray[np.int32], kv_lens: npt.NDArray[np.int32]
+    ) -> PrefillPlan:
+        """starts: first token of each chunk, then the end. Long chunks go to the Hopper kernel."""
+        q_lens = np.diff(starts)
+        is_long = q_lens >= self.min_hopper_queries
+        # a chunk that the other kernel takes has no queries, hence no items
+        short = work_items(np.where(is_long, 0, q_lens), kv_lens, self.queries_per_item)
+        long = work_items(
+            np.where(is_long, q_lens, 0), kv_lens, paged_prefill_sm90.QUERIES_PER_ITEM
+        )
+        q_start, work, hopper_work = self.upload([starts[:-1], short, long])
+        return PrefillPlan(rows, q_start, work, hopper_work)
+
+    def plan_on_device(self, seq_lens: Tensor, rows: Tensor, batch: int) -> None:
+        """Plan a decode step from int32 device tensors [batch or more]. Can be captured: a replay plans
+        anew from what the tensors then hold. Rows of padding may have any blocks that exist."""
+        for window, plan in self.decode_plans.items():
+            plan_decode(plan, seq_lens[:batch], rows[:batch], window)
+        self.num_decodes = self.num_tokens = batch
+        self.prefill = None
+
+    def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
+        """See AttentionBackend.attend. Under capture, what it reads from the host is the batch size."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
+        k_scale, v_scale = self.scales[layer]
+        if self.num_decodes:
+            paged_decode(
+                q[: self.num_decodes],
+                k_cache,
+                v_cache,
+                inputs.block_table,
+                self.decode_plans[spec.sliding_window],
+                self.scratch,
+                spec.scale,
+                out[: self.num_decodes],
+                spec.softcap,
+                k_scale,
+                v_scale,
+            )
+        if self.prefill is not None:
+            self.attend_chunks(self.prefill, layer, q, spec, inputs.block_table, out)
+        if self.num_tokens < len(q):
+            out[self.num_tokens :].zero_()
+        return out.flatten(1)
+
+    def attend_chunks(
+        self,
+        plan: PrefillPlan,
+        layer: int,
+        q: Tensor,
+        spec: AttentionSpec,
+        block_table: Tensor,
+        out: Tensor,
+    ) -> None:
+        for kernel, work in (
+            (paged_prefill_sm90.paged_prefill_sm90, plan.hopper_work),
+            (paged_prefill, plan.work),
+        ):
+            if len(work):
+                kernel(
+                    q,
+                    self.kv.k[layer],
+                    self.kv.v[layer],
+                    block_table,
+                    plan.rows,
+                    work,
+                    plan.q_start,
+                    spec.scale,
+                    out,
+                    spec.sliding_window,
+                    spec.softcap,
+                    *self.scales[layer],
+                )
+
+    def upload(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
+        """int32 arrays on the device, in one asynchronous copy. torch's pinned memory is reused only once
+        the copy is done."""
+        aligned = [-(-array.size // 4) * 4 for array in arrays]  # 16 bytes, for vector loads
+        host = torch.empty(sum(aligned), dtype=torch.int32, pin_memory=True)
+        values = host.numpy()
+        for array, piece in zip(arrays, np.split(values, np.cumsum(aligned)[:-1]), strict=True):
+            piece[: array.size] = array.reshape(-1)
+        pieces = host.to(self.device, non_blocking=True).split(aligned)
+        return [
+            piece[: array.size].view(array.shape)
+            for array, piece in zip(arrays, pieces, strict=True)
+        ]
