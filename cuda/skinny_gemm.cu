@@ -46,22 +46,6 @@ constexpr int STAGE = PIECE * (W_PIECES + X_PIECES + NORM_PIECES);
 constexpr int SUM_STRIDE = 16 * ROW_TILES + 4;   // floats; 4 mod 16 keeps both directions free of conflicts
 constexpr int SUMS = COLUMNS * SUM_STRIDE;       // floats of one warp: [column][row]
 
-#ifdef SLUICE_EMULATE
-DEV u64 read_once_policy() { return 0; }
-DEV void copy_async_16_once(smem_t to, const void* from, bool valid, u64) { copy_async_16(to, from, valid); }
-#else
-// Weights should not push what the next kernels need out of the L2 cache.
-DEV u64 read_once_policy() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-DEV void copy_async_16_once(smem_t to, const void* from, bool valid, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-               :: "r"(to), "l"(from), "r"(valid ? 16 : 0), "l"(policy) : "memory");
-}
-#endif
-
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef SCALAR_FP16
   mma_fp16(c, a, b0, b1);
@@ -87,7 +71,7 @@ struct Cursor {
 
 // `slot`: this lane's 16 bytes of the stage's first piece. Rows from `end` on are left as they are: what
 // they hold goes into results that nobody reads. Columns from k on become zeros.
-DEV void load_weights(const Operands& op, smem_t slot, Cursor at, int count, int lane, u64 policy) {
+DEV void load_weights(const Operands& op, smem_t slot, Cursor at, int count, int lane) {
   const int g = lane >> 2, t = lane & 3;
 #ifdef GATED
   const i64 eight_down = (i64)op.n * op.k;        // from a row of gate to that of up
@@ -105,8 +89,8 @@ DEV void load_weights(const Operands& op, smem_t slot, Cursor at, int count, int
       for (int half = 0; half < 2; half++) {
         const int column = at.chunk * CHUNK + half * 32 + t * 8;
         const bool valid = column < op.k;
-        copy_async_16_once(slot + ((i * 2 + h) * 2 + half) * PIECE,
-                           row + i * ROW_STEP * (i64)op.k + h * eight_down + (valid ? column : 0), valid, policy);
+        copy_async_16(slot + ((i * 2 + h) * 2 + half) * PIECE,
+                      row + i * ROW_STEP * (i64)op.k + h * eight_down + (valid ? column : 0), valid);
       }
     }
   }
@@ -191,7 +175,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) skinny_gemm(
   const int num_tiles = (end - begin + tile_rows - 1) / tile_rows, num_chunks = (k + CHUNK - 1) / CHUNK;
   const int my_chunks = warp < num_chunks ? (num_chunks - warp + WARPS - 1) / WARPS : 0, my_loads = num_tiles * my_chunks;
   const Operands op{x, w, norm_weight, m, n, k, x_stride};
-  const u64 policy = read_once_policy();
 
   u8* ring = smem + warp * (STAGES * STAGE) + lane * 16;
   const smem_t ring_address = smem_address(ring);
@@ -202,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) skinny_gemm(
   Cursor next{begin, warp}, inputs = next;
   for (int s = 0; s < STAGES - 1; s++)
     if (s < my_loads) {
-      load_weights(op, ring_address + s * STAGE, next, count_at(next.first), lane, policy);
+      load_weights(op, ring_address + s * STAGE, next, count_at(next.first), lane);
       next.advance(warp, num_chunks, tile_rows);
     }
   grid_dependency_wait();
@@ -224,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) skinny_gemm(
       copy_async_wait<STAGES - 2>();
       const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;  // read in the last iteration
       if (done + STAGES - 1 < my_loads) {
-        load_weights(op, ring_address + free_stage * STAGE, next, count_at(next.first), lane, policy);
+        load_weights(op, ring_address + free_stage * STAGE, next, count_at(next.first), lane);
         load_inputs(op, ring_address + free_stage * STAGE, next.chunk, lane);
         next.advance(warp, num_chunks, tile_rows);
       }
