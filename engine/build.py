@@ -19,7 +19,8 @@ from engine.attention.base import allocate_kv_cache
 from engine.attention.reference import ReferenceAttention
 from engine.kv.manager import KVCacheManager
 from engine.loop import StepLoop
-from engine.memory import GIB
+from engine.memory import GIB, GpuMemory
+from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.plan import RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks, resolve
@@ -45,6 +46,7 @@ class Engine:
     limits: EngineLimits
     seconds: dict[str, float]  # by phase
     weights_bytes: int
+    gpu_memory: GpuMemory | None
 
 
 def no_progress(phase: Phase, fraction: float, detail: str) -> None:
@@ -62,7 +64,16 @@ def build_engine(
     started = time.monotonic()
     model_config = ModelConfig.from_directory(config.model)
     resolved = resolve(config, model_config)
-    torch.set_num_threads(resolved.threads)
+    gpu_free = 0
+    if resolved.is_gpu:
+        from engine.build_gpu import build_gpu_runner, compile_kernels  # needs CUDA libraries
+
+        gpu_free = torch.cuda.mem_get_info(resolved.device)[0]
+        compile_kernels(model_config, resolved, progress)
+        seconds["kernels"] = time.monotonic() - started
+        started = time.monotonic()
+    else:
+        torch.set_num_threads(resolved.threads)
     before = resident_bytes()
     model = load_model(
         config.model,
@@ -77,9 +88,19 @@ def build_engine(
     seconds["load"] = time.monotonic() - started
 
     started = time.monotonic()
-    progress(Phase.SIZING, 0.0, "sizing the KV cache")
-    decide_num_blocks(resolved, config, model_config)
-    runner = build_runner(model_config, model, resolved)
+    gpu_memory: GpuMemory | None = None
+    if resolved.is_gpu:
+        runner, gpu_memory = build_gpu_runner(
+            config, model_config, model, resolved, gpu_free, progress
+        )
+        weights_bytes = gpu_memory.weights
+    else:
+        progress(Phase.SIZING, 0.0, "sizing the KV cache")
+        decide_num_blocks(resolved, config, model_config)
+        runner = build_cpu_runner(model_config, model, resolved)
+        progress(Phase.SIZING, 0.5, "warming up")
+        warm_up(runner, resolved)
+    seconds["warm-up"] = time.monotonic() - started
     kv = KVCacheManager(resolved.num_blocks, resolved.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -95,9 +116,6 @@ def build_engine(
         ),
         kv,
     )
-    progress(Phase.SIZING, 0.5, "warming up")
-    warm_up(runner, resolved)
-    seconds["warm-up"] = time.monotonic() - started
 
     limits = EngineLimits(
         block_size=resolved.block_size,
@@ -111,13 +129,15 @@ def build_engine(
         device=str(resolved.device),
     )
     loop = StepLoop(scheduler, runner, send, resolved.overlap, epoch)
-    engine = Engine(config, model_config, resolved, loop, limits, seconds, weights_bytes)
+    engine = Engine(
+        config, model_config, resolved, loop, limits, seconds, weights_bytes, gpu_memory
+    )
     for line in account(engine):
         logger.info(line)
     return engine
 
 
-def build_runner(model_config: ModelConfig, model: object, resolved: Resolved) -> ModelRunner:
+def build_cpu_runner(model_config: ModelConfig, model: Model, resolved: Resolved) -> ModelRunner:
     kv_cache = allocate_kv_cache(
         model_config.num_layers,
         resolved.num_blocks,
@@ -130,7 +150,7 @@ def build_runner(model_config: ModelConfig, model: object, resolved: Resolved) -
     max_blocks = -(-resolved.max_model_len // resolved.block_size) + 1
     num_rows = resolved.max_num_seqs + 1
     return ModelRunner(
-        model,  # type: ignore[arg-type]
+        model,
         ReferenceAttention(kv_cache),
         Sampler(num_rows, model_config.vocab_size, model_config.eos_token_ids, resolved.device),
         RequestTable(num_rows, max_blocks, resolved.device),
@@ -184,7 +204,7 @@ def account(engine: Engine) -> list[str]:
     tokens = (r.num_blocks - 1) * r.block_size
     rows = [
         ("model", f"{engine.model_config.architecture}, {engine.model_config.num_layers} layers"),
-        ("device", f"{r.device}, {r.threads} threads ({r.reasons['threads']})"),
+        ("device", device_line(r)),
         ("dtype", f"{engine.limits.dtype} ({r.reasons['dtype']})"),
         ("weights", f"{engine.weights_bytes / GIB:.2f} GiB in {engine.seconds['load']:.1f} s"),
         (
@@ -208,4 +228,17 @@ def account(engine: Engine) -> list[str]:
         ("prefix caching", "on" if engine.config.enable_prefix_caching else "off"),
         ("overlap", f"{'on' if r.overlap else 'off'} ({r.reasons['overlap']})"),
     ]
+    if engine.gpu_memory is not None:
+        total = engine.gpu_memory.total
+        rows += [
+            ("gpu memory", f"{size / GIB:7.2f} GiB  {size / total:6.1%}  {what}")
+            for what, size in [*engine.gpu_memory.rows(), ("total", total)]
+        ]
     return [f"{name:>15}  {value}" for name, value in rows]
+
+
+def device_line(r: Resolved) -> str:
+    if r.is_gpu:
+        properties = torch.cuda.get_device_properties(r.device)
+        return f"{properties.name}, {r.device}, uuid {properties.uuid} ({r.reasons['device']})"
+    return f"{r.device}, {r.threads} threads ({r.reasons['threads']})"

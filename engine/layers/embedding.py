@@ -50,6 +50,8 @@ class OutputHead:
         self.weight = pack_weight(table)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] -> float32 [S, vocab_size]."""
+        """[S, hidden_size] -> [S, vocab_size], float32 on a CPU and hidden's dtype on a GPU, where a wider
+        copy would cost more than the sampling that reads it."""
         assert self.weight is not None, f"{self.name} has no weights yet"
-        return linear(hidden, self.weight).float()
+        logits = linear(hidden, self.weight)
+        return logits if logits.is_cuda else logits.float()

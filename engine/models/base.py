@@ -19,4 +19,4 @@ class Model(Protocol):
         """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [S, vocab_size] for hidden states [S, hidden_size]."""
+        """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""

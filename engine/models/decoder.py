@@ -185,7 +185,7 @@ class Decoder:
         return self.norm(hidden, pending)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [S, vocab_size] for hidden states [S, hidden_size]."""
+        """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""
         return self.head(hidden)
 
 

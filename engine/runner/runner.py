@@ -1,14 +1,19 @@
 """Execute plans: forward pass, sampling, and the last token of each row for the next step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
 from engine.models.base import Model
+from engine.ops.logprobs import LogprobTensors
 from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
+from engine.runner.device_inputs import DeviceInputs
+from engine.runner.device_sampler import DeviceSampler
+from engine.runner.graphs import DecodeGraphs
 from engine.runner.request_table import RequestTable
 from engine.runner.sampler import SampleOutput, Sampler
 
@@ -18,27 +23,38 @@ class StepHandle:
     """A launched step. `wait` gives its values; on a CPU they are there already."""
 
     sample: SampleOutput | None
+    done: torch.cuda.Event | None = None  # recorded after the copy to the host
 
     def wait(self) -> StepResult:
         if self.sample is None:
             return StepResult(token_ids=np.zeros(0, np.int32))
+        if self.done is not None:
+            self.done.synchronize()
         return self.sample.result()
 
 
 class ModelRunner:
-    """Owns the device state of running requests: rows, sampling rows, KV cache (through attention)."""
+    """Owns the device state of running requests: rows, sampling rows, KV cache (through attention).
+
+    The same on every device. On a GPU, `device_inputs` uploads a step's inputs, and `graphs`, if
+    given, replays decode steps.
+    """
 
     def __init__(
         self,
         model: Model,
         attention: AttentionBackend,
-        sampler: Sampler,
+        sampler: Sampler | DeviceSampler,
         table: RequestTable,
+        device_inputs: DeviceInputs | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
         self.sampler = sampler
         self.table = table
+        self.device_inputs = device_inputs
+        self.graphs = graphs
         self.specs = distinct(model.attention_specs)
 
     @torch.inference_mode()
@@ -49,21 +65,41 @@ class ModelRunner:
         for init in plan.new_rows:
             self.sampler.add(init)
         self.table.apply(plan)
+        if self.graphs is not None and self.graphs.can_run(plan):
+            logits: Tensor | None = self.graphs.run(plan)
+        else:
+            logits = self.forward(plan)
+        return StepHandle(None) if logits is None else self.sample(plan, logits)
+
+    def forward(self, plan: StepPlan) -> Tensor | None:
+        """One eager pass; logits [num_sampled, vocab_size] of the rows that sample, None if none does."""
         inputs = self.step_inputs(plan)
         self.attention.plan(inputs, self.specs)
         hidden = self.model.forward(inputs, self.attention)
         num_sampled = int(plan.samples.sum())
         if num_sampled == 0:
-            return StepHandle(None)
-        logits = self.model.logits(hidden.index_select(0, inputs.logits_indices))[:num_sampled]
+            return None
+        return self.model.logits(hidden.index_select(0, inputs.logits_indices))[:num_sampled]
+
+    def sample(self, plan: StepPlan, logits: Tensor) -> StepHandle:
         rows = plan.rows[plan.samples]
         positions = (plan.num_computed + plan.num_tokens)[plan.samples].astype(np.int64)
         sample = self.sampler.sample(logits, rows, positions)
-        self.table.last_token[torch.from_numpy(rows.astype(np.int64))] = sample.token_ids
-        return StepHandle(sample)
+        if self.device_inputs is None:
+            self.table.last_token[torch.from_numpy(rows.astype(np.int64))] = sample.token_ids
+            return StepHandle(sample)
+        row_ids = self.device_inputs.upload_rows(rows)
+        self.table.last_token.index_copy_(0, row_ids, sample.token_ids)
+        done = torch.cuda.Event()
+        on_host = to_pinned_host(sample)
+        done.record()
+        return StepHandle(on_host, done)
 
     def step_inputs(self, plan: StepPlan) -> StepInputs:
+        """Inputs of an eager step."""
         block_size = self.attention.kv.block_size
+        if self.device_inputs is not None:
+            return self.device_inputs.make(plan, self.table, block_size)
         tokens = prepare_inputs(
             plan.rows,
             plan.num_tokens,
@@ -100,6 +136,26 @@ class ModelRunner:
         """
         for tensor in (*self.attention.kv.k, *self.attention.kv.v):
             torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def to_pinned_host(sample: SampleOutput) -> SampleOutput:
+    """Start copying a device result to pinned memory; valid once the stream has got here."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    logprobs = sample.logprobs
+    if logprobs is not None:
+        logprobs = LogprobTensors(
+            sampled=copy(logprobs.sampled),
+            rank=copy(logprobs.rank),
+            top_ids=copy(logprobs.top_ids),
+            top_logprobs=copy(logprobs.top_logprobs),
+        )
+    return replace(
+        sample, token_ids=copy(sample.token_ids), is_bad=copy(sample.is_bad), logprobs=logprobs
+    )
 
 
 def distinct(specs: list[AttentionSpec]) -> list[AttentionSpec]:

@@ -1,0 +1,82 @@
+"""Inputs of eager steps on a GPU: made with numpy, uploaded in one copy."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import StepInputs
+from engine.ops.prepare_inputs import TokenInputs, prepare_inputs
+from engine.plan import StepPlan
+from engine.runner.request_table import RequestTable, table_updates
+from engine.runner.staging import Staging
+
+
+class DeviceInputs:
+    """Uploads what the host knows of a step; the last sampled tokens are already on the device."""
+
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_blocks: int, device: torch.device
+    ) -> None:
+        wide = 4 * max_tokens + 2 * max_rows  # ids, positions, slots, logits, decode rows
+        narrow = 3 * max_rows + 3 * max_rows * max_blocks  # rows, lengths, starts, table updates
+        self.staging = Staging(8 * wide + 4 * narrow + 1024, device)
+        self.row_staging = Staging(8 * max_rows, device)
+
+    def make(self, plan: StepPlan, table: RequestTable, block_size: int) -> StepInputs:
+        """Device inputs of `plan`; also brings the device's block table up to date."""
+        decodes = plan.num_decodes
+        tokens = self.host_tokens(plan, table, block_size)
+        seq_lens = plan.num_computed + plan.num_tokens
+        decode_rows = plan.rows[:decodes].astype(np.int64)
+        updates = table_updates(plan)
+        ids, positions, slots, logits, decode_ids, rows, lens, changes = self.staging.upload(
+            [
+                tokens.input_ids.numpy(),
+                tokens.positions.numpy(),
+                tokens.slot_mapping.numpy(),
+                tokens.logits_indices.numpy(),
+                decode_rows,
+                plan.rows,
+                seq_lens,
+                updates,
+            ]
+        )
+        if len(updates):
+            where = changes[:, :2].long()
+            table.block_table.index_put_((where[:, 0], where[:, 1]), changes[:, 2])
+        if decodes:
+            ids[:decodes] = table.last_token.index_select(0, decode_ids)
+        return StepInputs(
+            input_ids=ids,
+            positions=positions,
+            slot_mapping=slots,
+            logits_indices=logits,
+            block_table=table.block_table,
+            rows=plan.rows,
+            num_decodes=decodes,
+            query_start=[0, *np.cumsum(plan.num_tokens).tolist()],
+            seq_lens=seq_lens.tolist(),
+            block_ids=table.block_ids[plan.rows],
+            rows_device=rows,
+            seq_lens_device=lens,
+        )
+
+    def host_tokens(self, plan: StepPlan, table: RequestTable, block_size: int) -> TokenInputs:
+        """All but the ids of decode rows, which only the device knows."""
+        unknown = torch.zeros(len(table.last_token), dtype=torch.int64)
+        return prepare_inputs(
+            plan.rows,
+            plan.num_tokens,
+            plan.num_computed,
+            plan.samples,
+            plan.num_decodes,
+            plan.prompt_tokens,
+            table.block_ids,
+            unknown,
+            block_size,
+            min_tokens=1,
+        )
+
+    def upload_rows(self, rows: np.ndarray) -> Tensor:
+        """Row numbers as int64 indices on the device."""
+        return self.row_staging.upload([rows.astype(np.int64)])[0]

@@ -1,0 +1,134 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds.
+
+A graph holds everything from row numbers to logits, for one padded batch size:
+
+    host   rows, computed tokens, appended blocks ──one copy──► staged
+    graph  prepare_decode ─► plan of the attention's work ─► forward ─► logits
+
+What changes from step to step is read from device memory, so a replay needs the one small copy and
+nothing else. Sampling is launched after the graph, as usual; the host is far ahead by then. Padding
+rows up to the graph's size are the dummy row 0. Graphs are captured largest first, so that the
+smaller ones fit into the memory of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import StepInputs
+from engine.models.base import Model
+from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
+from engine.plan import StepPlan
+from engine.runner.request_table import RequestTable, table_updates
+from engine.runner.staging import Staging
+
+if TYPE_CHECKING:
+    from engine.attention.paged import PagedAttention
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 8 to 64, 16 to 256, 32 beyond, up to max_batch: few padded rows."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return sorted({size for size in sizes if size < max_batch} | {max_batch})
+
+
+class DecodeGraphs:
+    """Captured decode steps by batch size, and the static buffers they read."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        table: RequestTable,
+        max_batch: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.table = table
+        self.max_batch = max_batch
+        self.sizes = graph_sizes(max_batch)
+        self.max_updates = max_batch  # a decode step appends at most one block per row
+        num_words = staged_size(max_batch, self.max_updates)
+        self.staging = Staging(num_words * 4, device)
+        self.staged = self.staging.device_buffer.view(torch.int32)
+        self.inputs = DecodeInputs.allocate(max_batch, device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.logits: dict[int, Tensor] = {}
+
+    def can_run(self, plan: StepPlan) -> bool:
+        """Pure decode steps only; a new row means a prefill row, so those never come with new rows."""
+        return bool(self.graphs) and plan.num_decodes == plan.batch_size <= self.max_batch
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Replay the step; returns logits [batch, vocab_size] of the plan's rows, valid until the
+        next replay."""
+        self.stage(plan)
+        size = next(size for size in self.sizes if size >= plan.batch_size)
+        self.graphs[size].replay()
+        return self.logits[size][: plan.batch_size]
+
+    def stage(self, plan: StepPlan) -> None:
+        batch = plan.batch_size
+        updates = table_updates(plan)
+        assert len(updates) <= self.max_updates, "a decode step appends one block per row at most"
+        words = np.zeros(HEADER + 2 * self.max_batch + 3 * len(updates), np.int32)
+        words[0], words[1] = batch, len(updates)
+        words[HEADER : HEADER + batch] = plan.rows
+        start = HEADER + self.max_batch
+        words[start : start + batch] = plan.num_computed
+        words[start + self.max_batch :] = updates.reshape(-1)
+        self.staging.upload([words])
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[float, str], None]) -> None:
+        """Capture all sizes. Before it, one eager decode step must have run (kernels loaded)."""
+        pool = None
+        stream = torch.cuda.Stream()
+        for done, size in enumerate(reversed(self.sizes)):
+            progress(done / len(self.sizes), f"batch {size}")
+            with torch.cuda.stream(stream):
+                self.body(size)  # cuBLAS workspaces and lazily loaded kernels
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self.logits[size] = self.body(size)
+            pool = graph.pool()
+            self.graphs[size] = graph
+        torch.cuda.synchronize()
+
+    def body(self, size: int) -> Tensor:
+        prepare_decode(
+            self.staged,
+            self.table.block_table,
+            self.table.last_token,
+            self.inputs,
+            size,
+            self.attention.kv.block_size,
+        )
+        inputs = self.step_inputs(size)
+        self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)
+        return self.model.logits(self.model.forward(inputs, self.attention))
+
+    def step_inputs(self, size: int) -> StepInputs:
+        """Views of the static buffers. Host fields describe shapes only: their values are unknown."""
+        buffers = self.inputs
+        return StepInputs(
+            input_ids=buffers.input_ids[:size],
+            positions=buffers.positions[:size],
+            slot_mapping=buffers.slots[:size],
+            logits_indices=buffers.positions[:0],
+            block_table=self.table.block_table,
+            rows=np.zeros(size, np.int32),
+            num_decodes=size,
+            query_start=list(range(size + 1)),
+            seq_lens=[1] * size,
+            block_ids=self.table.block_ids[:0],
+            rows_device=buffers.rows[:size],
+            seq_lens_device=buffers.seq_lens[:size],
+        )
