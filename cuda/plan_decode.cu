@@ -23,6 +23,9 @@ DEV int round_up(int a, int b) { return ceil_div(a, b) * b; }
 DEV int candidate_parts(int i) { return i < 32 ? i + 1 : 32 + (i - 31) * 8; }
 static_assert(CANDIDATES == 64 && 32 + (CANDIDATES - 1 - 31) * 8 == MAX_PARTS, "the last candidate");
 
+// A row's chunk by its own length.
+DEV int fixed_chunk_of(int span) { return max(FIXED_MIN_CHUNK, round_up(ceil_div(span, FIXED_MAX_PARTS), STEP)); }
+
 // Sum over the threads before this one; `total` becomes the sum over all. Uses `shared` [WARPS + 1].
 DEV u64 exclusive_sum(u64 value, u64* shared, u64& total) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -76,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
 
   int chunk;
   if (fixed_chunk) {
-    chunk = max(FIXED_MIN_CHUNK, round_up(ceil_div(span, FIXED_MAX_PARTS), STEP));
+    chunk = fixed_chunk_of(span);
   } else {
     for (int c = warp; c < CANDIDATES; c += WARPS) {
       const int size = max(MIN_CHUNK, round_up(ceil_div(longest, candidate_parts(c)), STEP));
@@ -127,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
   const int num_whole = (int)(totals & FIELD);
 
   // Places of the last items, behind all whole chunks: by length in buckets, longest first, then by row.
-  const int bucket = real ? BUCKETS - 1 - (int)((i64)last_span * (BUCKETS - 1) / max(1, longest)) : BUCKETS;
+  const int largest = max(1, min(longest, fixed_chunk ? fixed_chunk_of(longest) : chunk));
+  const int bucket = real ? BUCKETS - 1 - (int)((i64)last_span * (BUCKETS - 1) / largest) : BUCKETS;
   const u32 peers = __match_any_sync(~0u, bucket);
   bucket_counts[lane * WARPS + warp] = 0;
   __syncwarp();

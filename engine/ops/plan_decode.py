@@ -139,7 +139,8 @@ def reference(
     first_part = np.cumsum(parts * is_split) - parts * is_split
     split = np.cumsum(is_split) - is_split
     last_span = spans - (parts - 1) * chunk
-    bucket = BUCKETS - 1 - last_span * (BUCKETS - 1) // max(1, int(spans.max()))
+    largest = max(1, min(int(spans.max()), int(chunk.max())))
+    bucket = BUCKETS - 1 - last_span * (BUCKETS - 1) // largest
     whole: list[tuple[int, ...]] = []
     last: list[tuple[int, ...]] = []
     for i in range(len(lens)):
