@@ -14,8 +14,12 @@ import dataclasses
 import difflib
 import gc
 import itertools
+import signal
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,7 @@ from engine.api.messages import (
 from engine.api.sampling import SamplingParams
 from engine.build import build_engine
 from engine.models.config import ModelConfig
+from engine.weights.gguf import convert_gguf
 from server.default_model import BarProgress, ensure_default_model
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.loading import check_fits_model, load_tokenizer
@@ -50,6 +55,8 @@ from tokenizer_proc.prepare import prepare
 from tokenizer_proc.vocabulary import Vocabulary
 
 PromptInput = str | Sequence[int] | dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Settings of vLLM that mean what this engine does anyway.
 FIXED_SETTINGS: dict[str, tuple[object, ...]] = {
@@ -105,6 +112,11 @@ class LLM:
         **settings: Any,
     ) -> None:
         path = str(model) or str(ensure_default_model(BarProgress()))
+        self.converted: tempfile.TemporaryDirectory[str] | None = None
+        if path.endswith(".gguf") and not tokenizer:  # its tokenizer is in the file
+            self.converted = tempfile.TemporaryDirectory(prefix="sluice-gguf-")
+            convert_gguf(path, self.converted.name)
+            path = self.converted.name
         self.config = make_config(path, tokenizer, settings)
         ModelConfig.from_directory(path)  # a wrong path is told before anything takes time
         self.tokenizer = load_tokenizer(tokenizer or path, chat_template)
@@ -116,6 +128,7 @@ class LLM:
         self.ids = itertools.count(1)
         self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self.num_generated = 0
+        self.is_shut_down = False
 
     def __enter__(self) -> "LLM":
         return self
@@ -126,7 +139,10 @@ class LLM:
     def shutdown(self) -> None:
         """Free weights and KV cache. The object cannot be used afterwards."""
         self.live.clear()
+        self.is_shut_down = True
         del self.engine, self.processor
+        if self.converted is not None:
+            self.converted.cleanup()
         gc.collect()
 
     def generate(
@@ -154,6 +170,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists)."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        check_conversations(conversations)
         prompts: list[Prompt] = [
             ChatPrompt(
                 messages=conversation,  # type: ignore[arg-type]
@@ -173,6 +190,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if self.is_shut_down:
+            raise RuntimeError("this LLM was shut down; make a new one")
         params = params_for(prompts, sampling_params)
         outputs, requests = [], []
         for prompt, each in zip(prompts, params, strict=True):
@@ -188,7 +207,8 @@ class LLM:
             try:
                 self._drive(outputs, bar)
             finally:  # on Ctrl-C: nothing of this batch may run on in the next one
-                self._abort_all()
+                with uninterrupted():
+                    self._abort_all()
         return outputs
 
     def _prepare(
@@ -220,7 +240,8 @@ class LLM:
     def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
         started, generated = time.monotonic(), self.num_generated
         while self.live:
-            self.engine.loop.step()
+            with uninterrupted():
+                self.engine.loop.step()
             bar.update(sum(o.finished for o in outputs) - bar.n)
             seconds = time.monotonic() - started
             rate = (self.num_generated - generated) / seconds if seconds else 0.0
@@ -274,6 +295,22 @@ class LLM:
             output.finished = all(c.finish_reason for c in output.outputs)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold a Ctrl-C back until the end: a step cut in the middle would leave the engine in pieces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts the main thread only
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
 # --- arguments ----------------------------------------------------------------------------------------
 
 
@@ -306,6 +343,8 @@ def as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     if isinstance(prompts, str | dict):
         return [prompts]
     items: list[Any] = list(prompts)
+    if items and all(isinstance(item, float) for item in items):
+        raise ValueError(f"a prompt of token ids holds whole numbers, got {items[0]!r}")
     if items and all(isinstance(item, int | np.integer) for item in items):
         return [items]
     return items
@@ -323,6 +362,22 @@ def as_prompt(prompt: PromptInput) -> Prompt:
             f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
         )
     return TokenPrompt(np.asarray(prompt, np.int32).tobytes())
+
+
+def check_conversations(conversations: Sequence[Any]) -> None:
+    """Raise ValueError unless each is a list of messages with a role and a content."""
+    for conversation in conversations:
+        if not isinstance(conversation, list) or not conversation:
+            raise ValueError(
+                f"a conversation is a list of messages such as [{{'role': 'user', 'content': ...}}], "
+                f"got {conversation!r:.80}"
+            )
+        for message in conversation:
+            role = message.get("role") if isinstance(message, dict) else None
+            if role not in ROLES or "content" not in message:
+                raise ValueError(
+                    f"a message needs a content and a role of {', '.join(ROLES)}, got {message!r:.80}"
+                )
 
 
 def params_for(

@@ -54,6 +54,7 @@ class Request:
     num_shared_blocks: int = 0  # cached blocks others were using at the last (re)start
     likely_kv_tokens: int = 0  # its expected end, for admission; drawn anew once outgrown
     num_preemptions: int = 0
+    num_prompt_counted: int = 0  # prompt tokens in the statistics already
     has_started: bool = False
 
     @property

@@ -4,13 +4,14 @@ Each decision is one small rule; the reason of each is printed at start, so that
 what a flag did.
 """
 
+import math
 import os
 from dataclasses import dataclass, field
 
 import torch
 
 from engine.api.config import ConfigError, EngineConfig, parse_length
-from engine.memory import kv_block_bytes, kv_memory_bytes
+from engine.memory import GIB, kv_block_bytes, kv_memory_bytes
 from engine.models.config import ModelConfig
 
 TORCH_DTYPES = {
@@ -214,18 +215,23 @@ def decide_num_blocks(
         usable = memory // r.block_bytes
     largest = usable * r.block_size
     if r.max_model_len > largest:
-        need = -(-r.max_model_len // r.block_size) * r.block_bytes / 2**30
         if parse_length(config.max_model_len) is not None or largest < 2 * r.block_size:
-            raise ConfigError(
-                f"one sequence of {r.max_model_len} tokens needs {need:.2f} GiB of KV cache, "
-                f"{usable * r.block_bytes / 2**30:.2f} GiB ({usable} blocks) are available; fits with "
-                f"--max-model-len {max(largest, r.block_size)} or "
-                + (
-                    "a higher --gpu-memory-utilization"
-                    if r.is_gpu
-                    else f"--kv-cache-gib {need:.2f}"
-                ),
-                exit_code=75,
-            )
+            raise ConfigError(too_small(r, config, usable, largest), exit_code=75)
         r.set("max_model_len", largest, f"auto: shortened to what the KV cache holds ({reason})")
     r.set("num_blocks", usable + 1, reason)
+
+
+def too_small(r: Resolved, config: EngineConfig, usable: int, largest: int) -> str:
+    """What to say when one sequence does not fit: the figures, and the flag that would help."""
+    blocks = -(-r.max_model_len // r.block_size)
+    if config.num_blocks:
+        remedy = f"--num-blocks {blocks}"
+    elif r.is_gpu:
+        remedy = "a higher --gpu-memory-utilization"
+    else:
+        remedy = f"--kv-cache-gib {math.ceil(blocks * r.block_bytes / GIB * 100) / 100:.2f}"
+    return (
+        f"one sequence of {r.max_model_len} tokens needs {blocks * r.block_bytes / GIB:.3f} GiB of KV "
+        f"cache, {usable * r.block_bytes / GIB:.3f} GiB ({usable} blocks) are available; fits with "
+        f"--max-model-len {max(largest, r.block_size)} or {remedy}"
+    )

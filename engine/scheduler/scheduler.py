@@ -328,7 +328,6 @@ class Scheduler:
     def _count_start(self, request: Request, num_cached: int, now_ns: int) -> None:
         request.has_started = True
         num_prompt, num_hit = request.num_prompt_tokens, min(num_cached, request.num_prompt_tokens)
-        self.prompt_tokens += num_prompt
         if self.kv.enable_prefix_caching:
             self.prefix_query_tokens += num_prompt
             self.prefix_hit_tokens += num_hit
@@ -338,6 +337,10 @@ class Scheduler:
     def _advance_prefill(self, request: Request, num_tokens: int) -> None:
         """Count tokens as computed: their step is certain to be launched."""
         request.num_computed += num_tokens
+        done = min(request.num_computed, request.num_prompt_tokens)
+        if done > request.num_prompt_counted:  # not when a resumed request computes it again
+            self.prompt_tokens += done - request.num_prompt_counted
+            request.num_prompt_counted = done
         left = request.num_prefill_tokens - request.num_computed
         if left == 0:
             request.num_uncommitted += 1

@@ -1,5 +1,9 @@
 """The offline face: same names, rules and texts as over HTTP."""
 
+import os
+import signal
+import threading
+
 import pytest
 
 from engine import LLM, SamplingParams
@@ -141,3 +145,31 @@ def test_a_missing_model_directory_is_named():
 def test_one_parameter_object_per_prompt_or_one_for_all(llm):
     with pytest.raises(ValueError, match="2 prompts, but 1"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+
+
+def test_ctrl_c_leaves_a_usable_engine(llm):
+    """Interrupted at any moment: KeyboardInterrupt, and the next batch runs as if nothing had been."""
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    before = free_blocks(llm)
+    expected = llm.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].text
+    for delay in (0.02, 0.05, 0.11):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["Once"] * 400, long, use_tqdm=False)
+        timer.join()
+        assert llm.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].text == expected
+        assert free_blocks(llm) == before
+
+
+@pytest.mark.parametrize(
+    "messages", ["hello", [{"role": "user"}], [{"role": "alien", "content": "x"}], [[]]]
+)
+def test_conversations_are_checked(llm, messages):
+    with pytest.raises(ValueError, match="message"):
+        llm.chat(messages, use_tqdm=False)
+
+
+def test_prompts_of_fractions_are_refused(llm):
+    with pytest.raises(ValueError, match="whole numbers"):
+        llm.generate([3.5], use_tqdm=False)
