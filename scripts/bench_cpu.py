@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -199,6 +200,12 @@ def progress_bar(name: str, total: int) -> Any:
     return tqdm(total=total, desc=name, unit="req", leave=False, disable=not sys.stderr.isatty())
 
 
+def tell(line: str) -> None:
+    """Progress where no bar is shown, so that a long run in a log file is seen to move."""
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
 # --- the server under test ----------------------------------------------------------------------
 
 
@@ -221,12 +228,14 @@ def own_server(model: Path, dtype: str, threads: int, log: Path) -> Iterator[tup
     try:
         yield f"http://127.0.0.1:{port}", server.pid
     finally:
-        server.send_signal(signal.SIGTERM)
+        server.terminate()
         try:
             server.wait(40)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # it takes too long, or we are told again to end
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
 
 
 async def wait_ready(
@@ -316,6 +325,7 @@ async def measure(args: argparse.Namespace, url: str, pid: int | None) -> Result
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         startup = await wait_ready(session, url, pid, args.start_timeout)
+        tell(f"ready after {startup:.1f} s")
         result.startup_s = startup if pid is not None else None
         async with session.get(f"{url}/v1/models", headers=headers) as response:
             response.raise_for_status()
@@ -325,9 +335,14 @@ async def measure(args: argparse.Namespace, url: str, pid: int | None) -> Result
         await client.complete(random.Random(0).choices(PROMPT_IDS, k=shape[0]), 8)  # warm up
         for concurrency in args.concurrency:
             samples = await run_level(client, concurrency, args.repeats, shape, args.level_seconds)
-            result.levels.append(summarize(concurrency, samples))
+            level = summarize(concurrency, samples)
+            result.levels.append(level)
+            tell(
+                f"concurrency {concurrency}: {level.requests} requests, {level.tokens_per_s:.1f} tok/s"
+            )
         samples = await run_prefill(client, args.long_prompt, args.repeats)
         result.prefill_ttft_s = statistics.median(sample.ttft for sample in samples)
+        tell(f"prefill {args.long_prompt}: {result.prefill_tokens_per_s:.0f} tok/s")
         if pid is not None and args.idle_seconds > 0:
             await asyncio.sleep(0.5)  # let the last request's clean-up end
             result.idle_cpu_percent = await idle_cpu_percent(pid, args.idle_seconds)
@@ -451,7 +466,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    log = Path(tempfile.mkdtemp(prefix="bench-cpu-")) / "server.log"
+    folder = Path(tempfile.mkdtemp(prefix="bench-cpu-"))
+    log = folder / "server.log"
+    keep_log = False
     try:
         model = args.model
         if model is None and (args.url is None or not args.no_peers):
@@ -462,9 +479,15 @@ def main(argv: list[str] | None = None) -> int:
             with own_server(model, args.dtype, args.threads, log) as (url, pid):
                 result = asyncio.run(measure(args, url, pid))
     except (RuntimeError, ConfigError, aiohttp.ClientError) as error:
-        hint = f" (the server's output is in {log})" if log.exists() else ""
+        keep_log = log.exists()
+        hint = f" (the server's output is in {log})" if keep_log else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if not keep_log:
+            shutil.rmtree(folder, ignore_errors=True)
     peers = {} if args.no_peers else {"transformers": model}
     if args.peer_llama_cpp is not None:
         peers["llama.cpp"] = args.peer_llama_cpp
@@ -478,5 +501,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def end_on(number: int) -> None:
+    """Let a signal unwind the stack, so that our server and our folder do not outlive us."""
+    if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
 if __name__ == "__main__":
+    end_on(signal.SIGTERM)
+    end_on(signal.SIGHUP)
     sys.exit(main())

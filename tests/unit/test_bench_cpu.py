@@ -4,8 +4,10 @@ import asyncio
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from aiohttp import web
 
 from scripts import bench_cpu
 from scripts.bench_cpu import Client, Level, Result, Sample
+from tests.engine_cpu.tiny_models import make_tiny
 
 
 def test_percentile_is_linear_between_values() -> None:
@@ -170,7 +173,11 @@ async def test_whole_run_against_a_running_server(
     assert server.bodies[-1]["max_tokens"] == 1
     assert len(server.bodies[-1]["prompt"]) == 20  # type: ignore[arg-type]
     assert {body["model"] for body in server.bodies} == {"stub/model"}
-    assert "prompt of 20 tokens" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "prompt of 20 tokens" in captured.out
+    assert "concurrency 1: 2 requests" in captured.err, "one line for each level without a terminal"
+    assert "concurrency 2: 4 requests" in captured.err
+    assert "prefill 20:" in captured.err
 
 
 async def test_server_that_dies_while_starting_is_reported() -> None:
@@ -179,6 +186,32 @@ async def test_server_that_dies_while_starting_is_reported() -> None:
         with pytest.raises(RuntimeError, match="ended while starting"):
             await bench_cpu.wait_ready(session, "http://127.0.0.1:9", dead.pid, 30)
     dead.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_the_server_too(tmp_path: Path, number: signal.Signals) -> None:
+    """Its temporary folder and its server, whose run directory is in the same place, go as well."""
+    model = make_tiny("llama", tmp_path / "model")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    child = subprocess.Popen(
+        [sys.executable, str(bench_cpu.ROOT / "scripts/bench_cpu.py"), "--model", str(model)],
+        env={**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not any("listening" in log.read_text() for log in scratch.glob("bench-cpu-*/server.log")):
+        assert time.monotonic() < deadline
+        assert child.poll() is None
+        time.sleep(0.05)
+    members = bench_cpu.tree_cpu_seconds(child.pid)
+    child.send_signal(number)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 128 + number
+    assert said == ""
+    assert not any(bench_cpu.is_running(pid) for pid in members)
+    assert list(scratch.iterdir()) == []
 
 
 async def test_idle_watch_sees_a_grandchild_at_work() -> None:
