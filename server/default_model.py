@@ -121,9 +121,9 @@ def ensure_default_model(
     cache = cache_dir or default_cache_dir()
     target = cache / package.directory
     report: Progress = progress or (lambda share, detail: None)
-    if target.exists() and find_damage(target, verify) is None:
-        return target
     try:
+        if target.exists() and find_damage(target, verify) is None:
+            return target
         cache.mkdir(parents=True, exist_ok=True)
         with exclusive(cache / "prepare.lock", lambda: report(0.0, "another start prepares it")):
             if target.exists():  # damaged, or made by someone else while this process waited
@@ -365,8 +365,8 @@ def explain_os_error(error: OSError, cache: Path) -> str:
         return f"the disk of {cache} is full: free 600 MB, or set XDG_CACHE_HOME to another disk"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return (
-            f"cannot write the default model to {where} ({error.strerror}): set XDG_CACHE_HOME to a "
-            "folder of yours, or serve a model of yours with --model DIR"
+            f"the default model cannot be kept in {where} ({error.strerror}): set XDG_CACHE_HOME to "
+            "a folder of yours, or serve a model of yours with --model DIR"
         )
     return f"cannot prepare the default model in {where}: {error.strerror or error}"
 

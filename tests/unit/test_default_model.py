@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -317,6 +318,27 @@ def test_unusable_cache_folder(package: ModelPackage, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME") as caught:
         ensure_default_model(None, blocker / "cache", package=package)
     assert caught.value.exit_code == 75
+
+
+def test_cache_folder_of_another_user(
+    package: ModelPackage, converter: Converter, cache: Path, wheel: Path
+) -> None:
+    """Not even a finished model can be seen in it: one line, not a traceback."""
+    ensure_default_model(None, cache, source=wheel, package=package)
+    is_root = os.geteuid() == 0
+    cache.chmod(0o700 if is_root else 0)
+    if is_root:  # whom no mode keeps out
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"Permission denied.*set XDG_CACHE_HOME") as caught:
+            ensure_default_model(None, cache, package=package)
+    finally:
+        if is_root:
+            os.seteuid(0)
+        cache.chmod(0o700)
+    assert caught.value.exit_code == 75
+    assert str(cache) in str(caught.value)
+    assert converter.calls == 1
 
 
 def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
