@@ -1,6 +1,6 @@
 """Server-sent events: the framing, and the response that carries them."""
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment line, which clients skip
@@ -9,7 +9,6 @@ HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache, no-transform",
     "X-Accel-Buffering": "no",
-    "Connection": "keep-alive",
 }
 
 
@@ -19,7 +18,15 @@ def event(payload: bytes) -> bytes:
 
 
 async def open_response(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
-    """Send the status line and headers of an event stream. From here on, errors come as events."""
+    """Send the status line and headers of an event stream. From here on, errors come as events.
+
+    HTTP/1.0 has no chunks: only a closed connection tells its clients that the stream has ended.
+    """
     response = web.StreamResponse(headers={**HEADERS, **headers})
+    if request.keep_alive and request.version >= HttpVersion11:
+        response.headers["Connection"] = "keep-alive"
+    else:
+        response.headers["Connection"] = "close"
+        response.force_close()
     await response.prepare(request)
     return response

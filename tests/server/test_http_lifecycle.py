@@ -194,21 +194,32 @@ async def test_many_streams_at_once(site: Site) -> None:
     assert sorted(texts) == sorted(f"{g.req_id}:ab" for g in site.backend.generates)
 
 
-async def test_http_1_0_stream(site: Site) -> None:
-    """No chunked coding there: the stream ends with the connection."""
+@pytest.mark.parametrize("wish", [b"", b"Connection: keep-alive\r\n"])
+async def test_http_1_0_stream(site: Site, wish: bytes) -> None:
+    """No chunked coding there: the stream ends with the connection, whatever the client wishes."""
     host, port = site.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        b"Content-Length: %d\r\n%b\r\n%b" % (len(body), wish, body)
     )
     answer = await asyncio.wait_for(reader.read(), 5)
     writer.close()
     head, _, events = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
     assert b"chunked" not in head.lower()
     assert events.startswith(b"data: {")
     assert events.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+async def test_stream_says_what_becomes_of_the_connection(site: Site, connection: str) -> None:
+    body = {"prompt": "x", "stream": True}
+    wish = {"Connection": connection}
+    async with site.session.post(site.url + TEXT, json=body, headers=wish) as response:
+        assert response.headers["Connection"] == connection
+        assert (await read_events(response))[-1] == "[DONE]"
 
 
 async def test_not_ready() -> None:
