@@ -73,6 +73,8 @@ def add_flag(group: Any, field: "dataclasses.Field[Any]", kind: Any) -> None:
         options["type"] = str if is_list or kind is str else number_type(kind)
         options["metavar"] = spec.metavar
         options["nargs"] = spec.nargs
+        if is_list:
+            options["action"] = "extend"  # given again, the flag adds to what it has
         shown = "" if is_list or field.default == "" else str(field.default)
     if spec.choices is not None:
         options["choices"] = spec.choices

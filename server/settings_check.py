@@ -9,6 +9,7 @@ from server.config import ServerConfig
 def check_settings(server: ServerConfig, engine: EngineConfig) -> None:
     """Raises ConfigError naming the flag, the value, and what would work."""
     check_server(server)
+    check_names(server, engine)
     check_batch(engine)
     check_memory(engine)
 
@@ -16,9 +17,6 @@ def check_settings(server: ServerConfig, engine: EngineConfig) -> None:
 def check_server(server: ServerConfig) -> None:
     if not 0 <= server.port <= 65535:
         raise ConfigError(f"--port {server.port}: ports are 1 to 65535, or 0 for any free one")
-    for name in server.served_model_name:
-        if not name.strip():
-            raise ConfigError("--served-model-name: a name must not be empty")
     at_least("--max-body-size", server.max_body_size, 1)
     at_least("--max-queued-requests", server.max_queued_requests, 1)
     at_least("--sse-keep-alive", server.sse_keep_alive, 0)
@@ -26,6 +24,24 @@ def check_server(server: ServerConfig) -> None:
     at_least("--stall-timeout", server.stall_timeout, 1)
     if server.chat_template and not Path(server.chat_template).is_file():
         raise ConfigError(f"--chat-template {server.chat_template}: there is no such file")
+
+
+def check_names(server: ServerConfig, engine: EngineConfig) -> None:
+    for name in server.served_model_name:
+        if not name.strip():
+            raise ConfigError("--served-model-name: a name must not be empty")
+        if not engine.model and looks_like_model(name):
+            # The flag takes every word up to the next flag: a model after it would not be seen.
+            raise ConfigError(
+                f"--served-model-name {name}: looks like a model, and no other is given; write it "
+                f"first, or as --model {name}"
+            )
+
+
+def looks_like_model(name: str) -> bool:
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith(("./", "../"))
+    return is_path or path.suffix == ".gguf" or path.is_dir()
 
 
 def check_batch(engine: EngineConfig) -> None:

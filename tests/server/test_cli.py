@@ -60,6 +60,21 @@ def test_server_flags() -> None:
     assert not parse(["--disable-log-requests"])[0].enable_log_requests
 
 
+def test_names_add_up() -> None:
+    server, _ = parse(["--served-model-name", "a", "--port", "0", "--served-model-name=b", "/m"])
+    assert server.served_model_name == ["a", "b"]
+
+
+def test_model_swallowed_as_a_name(tmp_path: Path) -> None:
+    """`--served-model-name foo DIR` must not serve the default model under two names."""
+    for model in (str(tmp_path), "/no/such/model", "./models/x", "x.gguf"):
+        with pytest.raises(ConfigError, match=f"--model {model}") as caught:
+            check_settings(*parse(["--served-model-name", "foo", model]))
+        assert caught.value.exit_code == 2
+    check_settings(*parse([str(tmp_path), "--served-model-name", "foo", str(tmp_path)]))
+    check_settings(*parse(["--served-model-name", "foo", "org/name-1.5", "--seed", "1"]))
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
