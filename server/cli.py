@@ -246,13 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         server, engine = parse(sys.argv[1:] if argv is None else argv)
         check_settings(server, engine)
         check_model(engine)
+        from server.launcher import serve  # after the checks: it imports the HTTP stack
+        from server.progress import LogHandler
+
         logging.basicConfig(
             level=engine.log_level.upper(),
             format="%(asctime)s %(levelname)s server: %(message)s",
-            stream=sys.stderr,
+            handlers=[LogHandler(sys.stderr)],
         )
-        from server.launcher import serve  # after the checks: it imports the HTTP stack
-
         return serve(server, engine)
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
     bind the port -> answer /live -> prepare the model -> start tokenizer_proc and engine -> serve
                                                                   |
-         SIGTERM, SIGINT: drain, exit 0 (again: at once)     a child dies: one error to every live
+   SIGTERM, SIGINT, SIGHUP: drain, exit 0 (again: at once)   a child dies: one error to every live
                                                              request, exit with its code (2, 75) or 70
 
 Sockets and the children's settings live in a private run directory (server/run_dir.py).
@@ -77,7 +77,9 @@ class Launcher:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # as nohup has it: the server outlives its terminal
             loop.add_signal_handler(number, self.on_signal, number)
         self.client.start()
         await self.http.start()
@@ -99,6 +101,7 @@ class Launcher:
             await self.http.stop(0.0 if at_once else FLUSH_S)
             await asyncio.gather(*(child.end(at_once) for child in self.children))
             self.client.close()
+        logger.info("stopped")
         return code
 
     def on_signal(self, number: int) -> None:
@@ -107,8 +110,17 @@ class Launcher:
             logger.warning("%s again: ending at once", name)
             self.stop_now.set()
         else:
-            logger.info("%s: draining %d requests", name, self.client.num_live)
+            logger.info("%s: %s", name, self.describe_drain())
             self.stop_asked.set()
+
+    def describe_drain(self) -> str:
+        running = self.client.num_live
+        if not running:
+            return "stopping"
+        return (
+            f"draining {running} request{'s' * (running > 1)}, which takes up to "
+            f"{self.config.drain_timeout:g} s; Ctrl-C or a signal again ends at once"
+        )
 
     async def drain(self) -> None:
         """Let running requests finish; end those that take too long with an error event."""

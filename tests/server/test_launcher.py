@@ -101,7 +101,8 @@ def run_dirs_watched(tmp_path: Path) -> Iterator[dict[str, str]]:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_serves_and_drains(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_serves_and_drains(model: str, tmp_path: Path, number: signal.Signals) -> None:
     with run_dirs_watched(tmp_path) as env, spawned(model, *FLAGS, env=env) as server:
         wait_for(server, "/live", 20)
         (run_dir,) = tmp_path.iterdir()
@@ -114,12 +115,15 @@ def test_serves_and_drains(model: str, tmp_path: Path) -> None:
         stream = StreamReader(server)
         pids = children(server.process.pid)
         assert len(pids) == 2
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         assert stream.last() == "data: [DONE]", "the running stream finishes"
         assert server.process.wait(20) == 0
         assert not any(is_alive(pid) for pid in pids)
         log = server.log.read_text()
         assert "ready in" in log
+        assert f"{number.name}: draining 1 request, which takes up to 30 s" in log
+        assert "a signal again ends at once" in log
+        assert log.endswith("server: stopped\n")
         assert "Traceback" not in log
 
 
@@ -210,6 +214,51 @@ def test_signals_while_loading(model: str, tmp_path: Path) -> None:
         assert server.get("/ready")[0] == 503
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 0
+
+
+def test_hangup_that_is_ignored_stays_so(model: str) -> None:
+    """nohup starts programs like that, and they are to outlive their terminal."""
+    command = ["nohup", sys.executable, str(ROOT / "scripts/serve.py"), model, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        assert process.stderr is not None
+        line = b""
+        while b"listening" not in line:
+            line = process.stderr.readline()
+            assert line, "the log ended"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read().decode()
+        assert process.wait(20) == 0
+    assert "SIGTERM" in said
+    assert "SIGHUP" not in said
+
+
+def test_interrupted_before_it_serves(model: str, tmp_path: Path) -> None:
+    """Ctrl-C while Python still imports: no traceback."""
+    (tmp_path / "uvloop.py").write_text("import os\nos.kill(os.getpid(), 2)\nimport time\n")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/serve.py"), model, "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_missing_package_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(name='msgspec')\n")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/serve.py")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 75
+    assert done.stderr.count("\n") == 1
+    assert "no package msgspec" in done.stderr
+    assert "requirements.txt" in done.stderr
 
 
 def test_configuration_that_the_engine_refuses(model: str) -> None:
