@@ -1,15 +1,27 @@
 """Settings that cannot work, whatever the model: refused before anything starts."""
 
+import ctypes
+import os
 from pathlib import Path
 
 from engine.api.config import ConfigError, EngineConfig, parse_length
 from server.config import ServerConfig
+
+WEEK_S = 7 * 24 * 3600
+MOST_THREADS = 1024
+MOST_BLOCKS = 2**31 - 1  # block numbers are int32
+MOST_GIB = 2**20
+MOST_SEQS = 2**16
+MOST_TOKENS = 2**24  # of one step
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+CANNOT_WORK = 75  # exit code: not on this machine
 
 
 def check_settings(server: ServerConfig, engine: EngineConfig) -> None:
     """Raises ConfigError naming the flag, the value, and what would work."""
     check_server(server)
     check_names(server, engine)
+    check_device(engine)
     check_batch(engine)
     check_memory(engine)
 
@@ -19,9 +31,9 @@ def check_server(server: ServerConfig) -> None:
         raise ConfigError(f"--port {server.port}: ports are 1 to 65535, or 0 for any free one")
     at_least("--max-body-size", server.max_body_size, 1)
     at_least("--max-queued-requests", server.max_queued_requests, 1)
-    at_least("--sse-keep-alive", server.sse_keep_alive, 0)
-    at_least("--drain-timeout", server.drain_timeout, 0)
-    at_least("--stall-timeout", server.stall_timeout, 1)
+    in_range("--sse-keep-alive", server.sse_keep_alive, 0, WEEK_S)
+    in_range("--drain-timeout", server.drain_timeout, 0, WEEK_S)
+    in_range("--stall-timeout", server.stall_timeout, 1, WEEK_S)
     if server.chat_template and not Path(server.chat_template).is_file():
         raise ConfigError(f"--chat-template {server.chat_template}: there is no such file")
 
@@ -44,10 +56,40 @@ def looks_like_model(name: str) -> bool:
     return is_path or path.suffix == ".gguf" or path.is_dir()
 
 
+def check_device(engine: EngineConfig) -> None:
+    """What needs no torch to be known; the engine looks at the device itself."""
+    in_range("--seed", engine.seed, -(2**63), 2**63 - 1)
+    in_range("--cpu-threads", engine.cpu_threads, 0, MOST_THREADS)
+    if engine.device == "cpu" and engine.dtype in ("half", "float16"):
+        raise ConfigError(
+            f"--dtype {engine.dtype} is for GPUs; with --device cpu use bfloat16 or float32"
+        )
+    if engine.device != "cuda":
+        return
+    if engine.dtype in ("float", "float32"):
+        raise ConfigError(
+            f"--dtype {engine.dtype} is for CPUs; with --device cuda use bfloat16 or float16"
+        )
+    if problem := why_no_gpu():
+        raise ConfigError(f"--device cuda: {problem}, or use --device cpu", CANNOT_WORK)
+
+
+def why_no_gpu() -> str:
+    """Why CUDA certainly finds no device, with the remedy; "" if it may find one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
+        return f"CUDA_VISIBLE_DEVICES={visible} hides every GPU; unset it"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded); install one"
+    return ""
+
+
 def check_batch(engine: EngineConfig) -> None:
     """Per-step caps that contradict each other."""
-    at_least("--max-num-seqs", engine.max_num_seqs, 0)
-    at_least("--max-num-batched-tokens", engine.max_num_batched_tokens, 0)
+    in_range("--max-num-seqs", engine.max_num_seqs, 0, MOST_SEQS)
+    in_range("--max-num-batched-tokens", engine.max_num_batched_tokens, 0, MOST_TOKENS)
     length = parse_length(engine.max_model_len)
     tokens, seqs = engine.max_num_batched_tokens, engine.max_num_seqs
     if tokens and seqs and tokens < seqs:
@@ -69,12 +111,19 @@ def check_memory(engine: EngineConfig) -> None:
         raise ConfigError(
             f"--gpu-memory-utilization {share}: a share of the GPU's memory, above 0 and at most 1"
         )
-    at_least("--block-size", engine.block_size, 1)
-    at_least("--num-blocks", engine.num_blocks, 0)
-    at_least("--kv-cache-gib", engine.kv_cache_gib, 0)
-    at_least("--cpu-threads", engine.cpu_threads, 0)
+    if engine.block_size and engine.block_size not in BLOCK_SIZES:
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        raise ConfigError(f"--block-size {engine.block_size}: choose {sizes}, or 0 for automatic")
+    in_range("--num-blocks", engine.num_blocks, 0, MOST_BLOCKS)
+    in_range("--kv-cache-gib", engine.kv_cache_gib, 0, MOST_GIB)
 
 
 def at_least(flag: str, value: float, low: float) -> None:
     if not value >= low:
         raise ConfigError(f"{flag} {value}: must be at least {low}")
+
+
+def in_range(flag: str, value: float, low: float, high: float) -> None:
+    """Refuses infinity and NaN as well."""
+    if not low <= value <= high:
+        raise ConfigError(f"{flag} {value}: must be between {low} and {high}")

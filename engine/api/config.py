@@ -169,7 +169,7 @@ def parse_length(text: str, flag: str = "--max-model-len") -> int | None:
         value, factor = value[:-1], 1024
     try:
         tokens = int(float(value) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter: infinity
         tokens = 0
     if tokens < 1:
         raise ConfigError(f"{flag} {text}: expected a number of tokens such as 8192 or 8k, or auto")

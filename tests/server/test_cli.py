@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.api.config import ConfigError
+from server import settings_check
 from server.cli import main, parse
 from server.model_check import check_model, sampling_defaults
 from server.settings_check import check_settings
@@ -124,12 +125,52 @@ def test_refused(argv: list[str], words: list[str]) -> None:
         (["--max-num-seqs", "-1"], ["--max-num-seqs -1"]),
         (["--chat-template", "/nowhere.jinja"], ["/nowhere.jinja"]),
         (["--drain-timeout", "-2"], ["--drain-timeout"]),
+        (["--drain-timeout", "nan"], ["--drain-timeout nan", "between 0 and"]),
+        (["--stall-timeout", "inf"], ["--stall-timeout inf"]),
+        (["--sse-keep-alive", "inf"], ["--sse-keep-alive inf"]),
+        (["--kv-cache-gib", "inf"], ["--kv-cache-gib inf"]),
+        (["--kv-cache-gib", "nan"], ["--kv-cache-gib nan"]),
+        (["--max-model-len", "inf"], ["--max-model-len inf", "8k"]),
+        (["--max-model-len", "infk"], ["--max-model-len infk", "8k"]),
+        (["--max-model-len", "nan"], ["--max-model-len nan", "8k"]),
+        (["--cpu-threads", "1000000"], ["--cpu-threads 1000000", "1024"]),
+        (["--num-blocks", "99999999999"], ["--num-blocks"]),
+        (["--max-num-seqs", "1000000"], ["--max-num-seqs"]),
+        (["--max-num-batched-tokens", "1000000000"], ["--max-num-batched-tokens"]),
+        (["--seed", str(2**63)], ["--seed"]),
+        (["--block-size", "7"], ["--block-size 7", "8, 16, 32, 64, 128"]),
+        (["--device", "cpu", "--dtype", "half"], ["--dtype half", "bfloat16"]),
+        (["--device", "cuda", "--dtype", "float32"], ["--dtype float32", "bfloat16"]),
     ],
 )
 def test_contradictions(argv: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         check_settings(*parse(argv))
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 8, 16, 32, 64, 128])
+def test_block_sizes(size: int) -> None:
+    check_settings(*parse(["--block-size", str(size)]))
+
+
+def test_no_gpu_is_known_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = parse(["--device", "cuda"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=-1") as caught:
+        check_settings(*cuda)
+    assert caught.value.exit_code == 75
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(settings_check.ctypes, "CDLL", no_library)
+    with pytest.raises(ConfigError, match=r"driver.*--device cpu") as caught:
+        check_settings(*cuda)
+    assert caught.value.exit_code == 75
+    monkeypatch.setattr(settings_check.ctypes, "CDLL", lambda name: None)
+    check_settings(*cuda)
 
 
 @pytest.mark.parametrize(

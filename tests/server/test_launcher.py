@@ -263,9 +263,9 @@ def test_missing_package_is_one_line(tmp_path: Path) -> None:
 
 def test_configuration_that_the_engine_refuses(model: str) -> None:
     """Known only once the model is read: the engine's exit code and its reason come out."""
-    with spawned(model, *FLAGS, "--block-size", "7") as server:
+    with spawned(model, *FLAGS, "--max-model-len", "99999999") as server:
         assert server.process.wait(60) == 2
-        assert "7" in server.log.read_text()
+        assert "--max-model-len 99999999: the model was made for" in server.log.read_text()
 
 
 def test_port_in_use(model: str) -> None:
