@@ -150,6 +150,12 @@ def is_aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
+def fuses(hidden: Tensor) -> bool:
+    """Whether a decoder over `hidden` [T, hidden_size] should use the fused products throughout."""
+    is_few = hidden.shape[0] <= DISPATCH_ROWS and hidden.shape[1] % 8 == 0
+    return hidden.is_cuda and hidden.dtype is torch.bfloat16 and is_few
+
+
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the kernel can multiply [m, k] by [n, k] transposed."""
     return 1 <= m <= MAX_ROWS and n >= 1 and k % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
@@ -241,17 +247,15 @@ def variant(plan: Plan, dtype: torch.dtype, gated: bool, normed: bool) -> jit.Va
     return jit.VariantSpec("skinny_gemm.cu", "skinny_gemm", defines, plan.smem_bytes)
 
 
-def specs(config: jit.KernelConfig, fused: bool = False) -> list[jit.VariantSpec]:
-    """The plain products of a decoder; `fused` adds normed inputs and the gated middle of the MLP."""
+def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
+    """The products of a decoder, plain and, in bfloat16, with normed inputs and a gated middle."""
     if config.dtype not in (torch.bfloat16, torch.float16):
         return []
     heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
     qkv, gate_up = (heads + 2 * kv_heads) * config.head_dim, 2 * config.intermediate_size
     products = [(n, False, False) for n in (qkv, hidden, gate_up, config.vocab_size)]
-    if fused:
-        normed = config.dtype == torch.bfloat16
-        products += [(qkv, False, normed), (config.intermediate_size, True, normed)]
-        products += [(config.vocab_size, False, normed)]
+    if config.dtype == torch.bfloat16:
+        products += [(qkv, False, True), (config.intermediate_size, True, True)]
     num_sms, smem_limit = device_limits()
     variants = []
     for column_tiles in sorted({column_tiles_for(m + 1) for m in range(DISPATCH_ROWS)}):
