@@ -36,6 +36,7 @@ POST: dict[str, Handler] = {
     "/v1/responses": health.not_built,
     "/v1/messages": health.not_built,
 }
+PROBES = {"/live", "/health", "/ping", "/ready", "/metrics"}  # asked all the time: not logged
 
 
 def build_app(service: Service) -> web.Application:
@@ -84,7 +85,7 @@ def finish(request: web.Request, outcome: str, seconds: float) -> None:
     resource = request.match_info.route.resource
     path = "unknown" if resource is None else resource.canonical.rstrip("/")
     service.client.metrics.http_requests[path, outcome] += 1
-    if service.config.enable_log_requests:
+    if service.config.enable_log_requests and path not in PROBES:
         notes = request[NOTES]
         logger.info(
             "request id=%s %s %s status=%s prompt_tokens=%s completion_tokens=%s seconds=%.3f%s",

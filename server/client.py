@@ -125,6 +125,17 @@ class EngineClient:
         """Completions that the engine has not started."""
         return self._num_queued
 
+    @property
+    def num_startable(self) -> int:
+        """How many queued completions the engine can start in its next step, as far as is known.
+
+        0 while the engine has any waiting: then something else than --max-num-seqs is in the way.
+        """
+        limits, stats = self.status.limits, self.status.stats
+        if limits is None or (stats is not None and stats.num_waiting):
+            return 0
+        return max(0, limits.max_num_seqs - (self.num_live - self._num_queued))
+
     def generate(
         self, prompts: list[Prompt], options: GenerateOptions, arrival_ns: int
     ) -> RequestStream:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.api.config import arg
 
+VERSION = "0.1.0"
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -72,7 +73,7 @@ class ServerConfig:
     )
     enable_log_requests: bool = arg(
         False,
-        "one log line for each finished request",
+        "one log line for each finished request, other than probes and /metrics",
         "logging",
         aliases=("--disable-log-requests",),
     )

@@ -8,14 +8,13 @@ from typing import Any
 from aiohttp import web
 
 from server.client import EngineClient
-from server.config import ServerConfig
+from server.config import VERSION, ServerConfig
 from server.errors import ApiError, missing
 from server.health import Verdict
 from server.metrics import Exporter
 from server.schema.fields import IgnoredFields
 from server.schema.sampling import SamplingDefaults
 
-VERSION = "0.1.0"
 RETRY_LOADING_S = 5
 RETRY_QUEUE_S = 1
 
@@ -57,7 +56,9 @@ class Service:
 
     @property
     def is_queue_full(self) -> bool:
-        return self.client.num_queued >= self.config.max_queued_requests
+        """Requests that an idle engine is about to start are no queue."""
+        waiting = self.client.num_queued - self.client.num_startable
+        return waiting >= self.config.max_queued_requests
 
     def check_model(self, name: str | None) -> str:
         """The name to echo. Raises ApiError 404, listing the names that are served."""

@@ -4,9 +4,10 @@ from typing import Any
 
 from aiohttp import web
 
+from server.config import VERSION
 from server.errors import ApiError
 from server.routes.tokenize import json_response
-from server.service import RETRY_LOADING_S, SERVICE, VERSION
+from server.service import RETRY_LOADING_S, SERVICE
 
 
 async def live(request: web.Request) -> web.StreamResponse:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.api.messages import RequestError
-from tests.server.conftest import Site, running_site
-from tests.server.fake_backend import Script
+from engine.api.messages import Deltas, RequestError
+from tests.server.conftest import Site, eventually, running_site
+from tests.server.fake_backend import LIMITS, Script
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -316,7 +316,10 @@ async def test_errors_from_the_tokenizer(site: Site) -> None:
 
 
 async def test_queue_limit() -> None:
+    """Requests wait although the engine runs fewer than it may, e.g. for KV blocks."""
     async with running_site(max_queued_requests=2) as site:
+        site.backend.stats(num_waiting=1)
+        await eventually(lambda: site.service.client.status.stats is not None)
         site.backend.script = lambda g: Script(hold="queued")
         waiting = [asyncio.create_task(site.post(TEXT, {"prompt": "x"})) for _ in range(2)]
         while site.service.client.num_queued < 2:
@@ -330,6 +333,31 @@ async def test_queue_limit() -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_burst_fills_the_engine_and_the_queue() -> None:
+    """What an idle engine is about to start is not counted as waiting."""
+    async with running_site(max_queued_requests=3) as site:
+        site.backend.script = lambda g: Script(hold="queued")
+        client = site.service.client
+        tasks = [asyncio.create_task(site.post(TEXT, {"prompt": "x"})) for _ in range(20)]
+        expected = LIMITS.max_num_seqs + 3
+        await eventually(lambda: sum(task.done() for task in tasks) == 20 - expected)
+        assert client.num_queued == expected
+        await eventually(lambda: len(site.backend.generates) == expected)
+        answers = [await task for task in tasks if task.done()]
+        assert {(status, a["error"]["code"]) for status, a in answers} == {(429, "queue_full")}
+        # Now all places are taken, and only then does the queue itself count.
+        ids = [generate.req_id for generate in site.backend.generates][: LIMITS.max_num_seqs]
+        started = [(req_id, 0, 0) for req_id in ids]
+        site.backend.send(
+            "replies", Deltas(req_ids=[], texts=[], counts=[], finished=[], started=started)
+        )
+        await eventually(lambda: client.num_queued == 3)
+        assert (client.num_startable, site.service.is_queue_full) == (0, True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_bug_is_a_500_and_the_server_lives(

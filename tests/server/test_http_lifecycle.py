@@ -311,6 +311,12 @@ async def test_request_log(caplog: pytest.LogCaptureFixture) -> None:
     async with running_site(enable_log_requests=True) as site:
         await site.post(TEXT, {"prompt": "secret text"}, headers={"X-Request-Id": "abc"})
         await eventually(lambda: "id=abc" in caplog.text)
+        for probe in ("/ready", "/live", "/health", "/ping/", "/metrics"):
+            async with site.session.get(site.url + probe) as response:
+                assert response.status == 200
+        await site.get("/version")
+        await eventually(lambda: "GET /version" in caplog.text)
+    assert sum("request id=" in r.getMessage() for r in caplog.records) == 2, "probes are not told"
     (line,) = [r.getMessage() for r in caplog.records if "id=abc" in r.getMessage()]
     assert "status=200 prompt_tokens=5 completion_tokens=3" in line
     assert "secret" not in caplog.text
