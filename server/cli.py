@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from engine.api.config import ConfigError, EngineConfig, arg_of
-from server.config import ServerConfig
+from server.config import VERSION, ServerConfig
 from server.model_check import check_model
 from server.settings_check import check_settings
 from server.vllm_flags import FOREIGN_FLAGS
@@ -54,6 +54,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML or TOML file of flags; the command line wins"
     )
+    parser.add_argument("--version", action="version", version=f"sluice {VERSION}")
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for config in (EngineConfig, ServerConfig):
         types = get_type_hints(config)
@@ -82,6 +83,15 @@ def add_flag(group: Any, field: "dataclasses.Field[Any]", kind: Any) -> None:
     off = [alias for alias in spec.aliases if alias.startswith("--disable-")]
     same = [alias for alias in spec.aliases if alias not in off]
     group.add_argument(flag_name(field.name), *same, help=text.replace("%", "%%"), **options)
+    if "off" in (spec.choices or ()):
+        group.add_argument(
+            f"--no-{flag_name(field.name)[2:]}",
+            dest=field.name,
+            action="store_const",
+            const="off",
+            default=argparse.SUPPRESS,
+            help=f"the same as {flag_name(field.name)} off",
+        )
     if off:
         group.add_argument(
             *off,
@@ -109,10 +119,7 @@ def parse(argv: Sequence[str]) -> tuple[ServerConfig, EngineConfig]:
     first, _ = parser.parse_known_args(tokens)
     given: dict[str, Any] = {}
     if first.config is not None:
-        from_file = parse_tokens(parser, normalize(read_config_file(first.config), parser))
-        if "directory" in from_file:
-            raise ConfigError(f"--config {first.config}: write the model as `model: DIR`")
-        given.update(from_file)
+        given.update(parse_config_file(first.config, parser))
     from_argv = parse_tokens(parser, tokens)
     if "directory" in from_argv:
         if from_argv.get("model", from_argv["directory"]) != from_argv["directory"]:
@@ -200,32 +207,58 @@ def take_foreign(name: str, value: str | None, rest: list[str]) -> None:
         raise ConfigError(f"{shown}: not available here: {flag.hint}{only}")
 
 
-def read_config_file(path: str) -> list[str]:
-    """A YAML or TOML file of flags, as command-line tokens. Raises ConfigError."""
-    file = Path(path)
+def parse_config_file(path: str, parser: Parser) -> dict[str, Any]:
+    """The flags in a YAML or TOML file. Raises ConfigError that names the file."""
+    try:
+        values = parse_tokens(parser, normalize(file_tokens(read_file(Path(path)), parser), parser))
+        if "directory" in values:
+            raise ConfigError("write the model as `model: DIR`")
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    return values
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Flags and values; nothing in an empty file."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--config {path}: cannot be read: {reason}") from None
+        raise ConfigError(f"cannot be read: {reason}") from None
     try:
         values = tomllib.loads(text) if file.suffix == ".toml" else load_yaml(text)
     except ValueError as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"--config {path}: {first_line}") from None
+        raise ConfigError(str(error).splitlines()[0]) from None
+    if values is None:
+        return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: expected lines like `max-model-len: 8192`")
+        raise ConfigError("expected lines like `max-model-len: 8192`")
+    return values
+
+
+def file_tokens(values: dict[str, Any], parser: Parser) -> list[str]:
+    """What would be written on the command line. Values of None, and empty lists, are left out."""
     tokens: list[str] = []
     for name, value in values.items():
         flag = flag_name(str(name))
-        if value is None:
+        action = parser._option_string_actions.get(flag)
+        if flag in ("--config", "--help", "--version"):
+            raise ConfigError(f"{name} belongs on the command line")
+        if value is None or value == []:
             continue
         if isinstance(value, bool):
-            tokens.append(f"{flag}={str(value).lower()}" if flag not in FOREIGN_FLAGS else flag)
-        elif isinstance(value, list):
-            tokens += [flag, *map(str, value)]
+            if action is not None and "off" in (action.choices or ()):
+                tokens.append(f"{flag}={'on' if value else 'off'}")  # YAML reads `on` as true
+            elif flag not in FOREIGN_FLAGS:
+                tokens.append(f"{flag}={str(value).lower()}")
+            elif value:
+                tokens.append(flag)
         elif isinstance(value, dict):
-            raise ConfigError(f"--config {path}: {name} must be a single value, not a section")
+            raise ConfigError(f"{name} must be a single value, not a section")
+        elif isinstance(value, list):
+            if action is not None and action.nargs != "+":
+                raise ConfigError(f"{name} must be a single value, not a list")
+            tokens += [flag, *map(str, value)]
         else:
             tokens.append(f"{flag}={value}")
     return tokens

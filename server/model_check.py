@@ -33,7 +33,10 @@ def check_model(engine: EngineConfig) -> None:
                 f"--model {path}: is a file; expected a directory of Hugging Face weights "
                 "(config.json and *.safetensors) or a .gguf file"
             )
+        check_gguf(path)
         return
+    if path.suffix == ".gguf" and not path.exists():
+        raise ConfigError(f"--model {path}: no such file")
     if not path.is_dir():
         raise ConfigError(
             f"--model {path}: no such directory; looked for config.json, *.safetensors and a "
@@ -44,6 +47,19 @@ def check_model(engine: EngineConfig) -> None:
         check_weights(path)
     if not engine.tokenizer:
         check_tokenizer(path, "--model")
+
+
+def check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ConfigError(f"--model {path}: cannot be read: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise ConfigError(
+            f"--model {path}: is not a GGUF file: it begins with {magic!r} where GGUF is expected; "
+            "was it downloaded completely?"
+        )
 
 
 def check_weights(path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from engine.api.config import ConfigError
 from server import settings_check
 from server.cli import main, parse
+from server.config import VERSION
 from server.model_check import check_model, sampling_defaults
 from server.settings_check import check_settings
 from tests.server.conftest import ROOT
@@ -41,6 +42,9 @@ def test_defaults() -> None:
         (["--enforce-eager", "/m"], "enforce_eager", True),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--dtype", "half"], "dtype", "half"),
+        (["--overlap", "on"], "overlap", "on"),
+        (["--no-overlap"], "overlap", "off"),
+        (["--no_overlap", "/m"], "overlap", "off"),
         # What vLLM's users also write, and what changes nothing here:
         (["--tensor-parallel-size", "1", "--dtype", "half"], "dtype", "half"),
         (["--kv-cache-dtype=auto", "--swap-space", "0", "/m"], "model", "/m"),
@@ -195,12 +199,54 @@ def test_config_file(tmp_path: Path, name: str, text: str) -> None:
     assert (engine.model, engine.max_num_seqs, engine.enforce_eager) == ("/other", 5, False)
 
 
-@pytest.mark.parametrize("text", ["max-modle-len: 3", "just words", "a: {b: 1}", "x: [", "port: x"])
-def test_bad_config_file(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-modle-len: 3", "unknown flag --max-modle-len: did you mean --max-model-len"),
+        ("just words", "expected lines like"),
+        ("port: {b: 1}", "port must be a single value, not a section"),
+        ("port: [1, 2]", "port must be a single value, not a list"),
+        ("x: [", "while parsing"),
+        ("port: x", "--port: invalid integer value: 'x'"),
+        ("dtype: int4", "--dtype: invalid choice: 'int4'"),
+        ("tensor-parallel-size: 2", "--tensor-parallel-size 2"),
+        ("config: other.yaml", "config belongs on the command line"),
+    ],
+)
+def test_bad_config_file(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as caught:
         parse(["--config", str(file)])
+    message = str(caught.value)
+    assert message.startswith(f"--config {file}: ")
+    assert message.count(str(file)) == 1
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.toml"])
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_empty_config_file(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert parse(["--config", str(file)]) == parse([])
+
+
+def test_words_that_yaml_takes_for_truth(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("overlap: off\nenable-lora: false\nserved-model-name: []\n")
+    server, engine = parse(["--config", str(file)])
+    assert (engine.overlap, server.served_model_name) == ("off", [])
+    file.write_text("overlap: on\n")
+    assert parse(["--config", str(file)])[1].overlap == "on"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"sluice {VERSION}\n"
 
 
 def make_model(path: Path) -> Path:
@@ -227,6 +273,14 @@ def test_model_directory(tmp_path: Path) -> None:
     check(str(model))
     assert "no such directory" in refused(str(tmp_path / "none"))
     assert ".gguf" in refused(str(model / "config.json"))
+    gguf = tmp_path / "m.gguf"
+    assert "no such file" in refused(str(gguf))
+    gguf.write_bytes(b"PK\3\4")
+    message = refused(str(gguf))
+    assert "is not a GGUF file" in message
+    assert "PK" in message
+    gguf.write_bytes(b"GGUF\3\0\0\0")
+    check(str(gguf))
     (model / "tokenizer.json").unlink()
     assert "--tokenizer DIR" in refused(str(model))
     tokenizer = tmp_path / "t"
