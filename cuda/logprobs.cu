@@ -13,8 +13,7 @@
 #include "common/select.cuh"
 #include "common/sampling_row.cuh"
 
-constexpr int ROW_THREADS = 1024;
-constexpr int LIST = 2048;
+constexpr int LIST = BINS;
 constexpr int OCTETS_PER_GROUP = GROUP / OCTET;
 
 struct SliceSum {
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS) logprob_slices(
 }
 
 struct Shared {
-  u32 count[2 * ROW_THREADS];
+  u32 count[BINS];
   u64 list[LIST];  // ranks by log-probability
   CrossingShared crossing;
   u64 warp_best[MAX_WARPS];
@@ -122,16 +121,17 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) logprob_rows(
     }
   };
 
-  u32 larger = 0;
-  for_each_from(at_token, [&](float value, int) { larger += value > at_token; });
-  const u64 num_larger = block_crossing(larger, 0, 0, infinity(), shared.crossing).total;
+  u64 larger[1] = {0};
+  for_each_from(at_token, [&](float value, int) { larger[0] += value > at_token; });
+  const u64 num_larger = block_crossing(larger, 0, infinity(), shared.crossing).total;
   if (threadIdx.x == 0) {
     sampled[index] = at_token;
     ranks[index] = num_larger + 1;
   }
   if (num_top == 0) return;
 
-  const u32 key = block_kth_largest(groups, num_groups, num_top, shared.count, shared.crossing);
+  const u32 key = block_kth_largest<ROW_THREADS>(groups, num_groups, num_top, shared.count,
+                                                 shared.crossing);
   const float floor = key ? logprob(from_ordered(key)) : -infinity();
   if (threadIdx.x == 0) shared.num_listed = 0;
   __syncthreads();
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) logprob_rows(
       best = warp_max_u64(best);
       if (lane == 0) shared.warp_best[warp] = best;
       __syncthreads();
-      last = warp_max_u64(shared.warp_best[lane]);
+      last = warp_max_u64(lane < ROW_THREADS / 32 ? shared.warp_best[lane] : 0);
       if (threadIdx.x == 0) shared.list[i] = last;
       __syncthreads();
     }

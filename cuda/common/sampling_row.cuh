@@ -12,6 +12,7 @@ constexpr bool CAN_DRAW = SAMPLING_CLASS >= 1, CAN_EDIT = SAMPLING_CLASS >= 2;
 constexpr int OCTET = 8;    // tokens at a time: those of one Philox block with coarse bits
 constexpr int GROUP = 64;   // tokens whose largest logit is noted
 constexpr int SLICE_THREADS = 256, OCTETS_PER_THREAD = 2;
+constexpr int ROW_THREADS = 512;  // that finish a row
 constexpr int SLICE = SLICE_THREADS * OCTETS_PER_THREAD * OCTET;  // tokens of one block
 
 // Bits of RowParams::flags; engine/ops/sample_cuda.py has the same.
@@ -86,27 +87,36 @@ struct Row {
       }
     }
     if (first >= vocab_size) return;  // the tables end there
-    if (flags & LOGIT_BIAS) {
-      float bias[OCTET];
-      load_octet(params->bias + first, bias);
-#pragma unroll
-      for (int e = 0; e < OCTET; e++) x[e] = __fadd_rn(x[e], bias[e]);
-    }
     const bool may_not_stop = (flags & MIN_TOKENS) && position < params->min_length;
-    if (!may_not_stop && !(flags & PENALTIES)) return;
-    const uint4 low = load16(params->tokens + first), high = load16(params->tokens + first + 4);
-    const u32 tokens[OCTET] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const float repetition = params->repetition, frequency = params->frequency;
-    const float presence = params->presence;
+    const bool needs_tokens = may_not_stop || (flags & PENALTIES);
 #pragma unroll
-    for (int e = 0; e < OCTET; e++) {
+    for (int half = 0; half < OCTET; half += 4) {  // as few registers at a time
+      float (&y)[4] = *(float (*)[4])&x[half];
+      if (flags & LOGIT_BIAS) add_bias(params->bias + first + half, y);
+      if (needs_tokens) edit_by_tokens(load16(params->tokens + first + half), may_not_stop, y);
+    }
+  }
+
+  DEV static void add_bias(const float* table, float (&x)[4]) {
+    const uint4 bias = load16(table);
+    x[0] = __fadd_rn(x[0], __uint_as_float(bias.x));
+    x[1] = __fadd_rn(x[1], __uint_as_float(bias.y));
+    x[2] = __fadd_rn(x[2], __uint_as_float(bias.z));
+    x[3] = __fadd_rn(x[3], __uint_as_float(bias.w));
+  }
+
+  DEV void edit_by_tokens(const uint4& entries, bool may_not_stop, float (&x)[4]) const {
+    const u32 tokens[4] = {entries.x, entries.y, entries.z, entries.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
       if (may_not_stop && (tokens[e] & STOPS)) x[e] = -infinity();
       if (!(flags & PENALTIES) || !(tokens[e] & (IN_PROMPT | COUNT))) continue;
       // single roundings, as in engine/ops/penalties.py: no fused multiply-add
       const u32 count = tokens[e] & COUNT;
+      const float repetition = params->repetition;
       x[e] = x[e] > 0 ? __fdiv_rn(x[e], repetition) : __fmul_rn(x[e], repetition);
-      x[e] = __fsub_rn(x[e], __fmul_rn((float)count, frequency));
-      if (count > 0) x[e] = __fsub_rn(x[e], presence);
+      x[e] = __fsub_rn(x[e], __fmul_rn((float)count, params->frequency));
+      if (count > 0) x[e] = __fsub_rn(x[e], params->presence);
     }
   }
 

@@ -68,11 +68,14 @@ struct CrossingShared {
   int index;
 };
 
-// Thread t brings the quantities of indices 2t and 2t + 1; the sum runs on from `start`, which must be
-// below `limit`. Integer sums, so that no order of adding could show.
-DEV Crossing block_crossing(u64 first, u64 second, u64 start, double limit, CrossingShared& shared) {
+// Thread t brings the amounts of indices N t, ..., N t + N - 1; the sum runs on from `start`, which must
+// be below `limit`. Integer sums, so that no order of adding could show.
+template <int N>
+DEV Crossing block_crossing(const u64 (&amounts)[N], u64 start, double limit, CrossingShared& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
-  const u64 sum = first + second;
+  u64 sum = 0;
+#pragma unroll
+  for (int j = 0; j < N; j++) sum += amounts[j];
   const u64 inclusive = warp_inclusive_sum(sum, lane);
   if (threadIdx.x == 0) shared.index = -1;
   if (lane == 31) shared.warp_sums[warp] = inclusive;
@@ -80,11 +83,18 @@ DEV Crossing block_crossing(u64 first, u64 second, u64 start, double limit, Cros
   const u64 of_warps = warp_inclusive_sum(lane < num_warps ? shared.warp_sums[lane] : 0, lane);
   const u64 total = __shfl_sync(FULL_WARP, of_warps, 31);
   const u64 earlier = __shfl_sync(FULL_WARP, of_warps, warp > 0 ? warp - 1 : 0);
-  const u64 before = start + (warp > 0 ? earlier : 0) + inclusive - sum;
+  u64 before = start + (warp > 0 ? earlier : 0) + inclusive - sum;
   if ((double)before < limit && (double)(before + sum) >= limit) {  // one thread at most
-    const bool at_first = (double)(before + first) >= limit;
-    shared.index = 2 * threadIdx.x + (at_first ? 0 : 1);
-    shared.before = at_first ? before : before + first;
+    bool is_found = false;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      if (!is_found && (double)(before + amounts[j]) >= limit) {
+        is_found = true;
+        shared.index = N * threadIdx.x + j;
+        shared.before = before;
+      }
+      before += amounts[j];
+    }
   }
   __syncthreads();
   const Crossing result = {shared.index, shared.before, total};
@@ -92,8 +102,13 @@ DEV Crossing block_crossing(u64 first, u64 second, u64 start, double limit, Cros
   return result;
 }
 
-// The k-th largest of keys[0, n), 0 if there are fewer. For 1024 threads; `count` has 2048 entries.
-DEV u32 block_kth_largest(const u32* keys, int n, int k, u32* count, CrossingShared& shared) {
+// Entries of a histogram, or of a list to be sorted, in shared memory: BINS / THREADS for each thread.
+constexpr int BINS = 2048;
+
+// The k-th largest of keys[0, n), 0 if there are fewer. For a block of THREADS.
+template <int THREADS>
+DEV u32 block_kth_largest(const u32* keys, int n, int k, u32 (&count)[BINS], CrossingShared& shared) {
+  constexpr int PER_THREAD = BINS / THREADS;
   if (k > n) return 0;
   u32 prefix = 0, known = 0;
   u64 before = 0;
@@ -101,15 +116,17 @@ DEV u32 block_kth_largest(const u32* keys, int n, int k, u32* count, CrossingSha
   for (int digit = 0; digit < 3; digit++) {  // the best digit comes first in the histogram
     const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0;
     const u32 digit_mask = digit == 2 ? 1023u : 2047u;
-    count[2 * threadIdx.x] = count[2 * threadIdx.x + 1] = 0;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) count[i] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+    for (int i = threadIdx.x; i < n; i += THREADS) {
       const u32 key = keys[i];
       if ((key & known) == prefix) atomicAdd(&count[digit_mask - (key >> shift & digit_mask)], 1u);
     }
     __syncthreads();
-    const Crossing crossing =
-        block_crossing(count[2 * threadIdx.x], count[2 * threadIdx.x + 1], before, k, shared);
+    u64 amounts[PER_THREAD];
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) amounts[j] = count[PER_THREAD * threadIdx.x + j];
+    const Crossing crossing = block_crossing(amounts, before, k, shared);
     before = crossing.before;
     prefix |= (digit_mask - crossing.index) << shift;
     known |= digit_mask << shift;
