@@ -142,23 +142,27 @@ class EngineClient:
         """Send one `Generate` for each prompt. The caller must `abort` the stream in a `finally`."""
         n = options.params.n
         stream = RequestStream(len(prompts), arrival_ns, options.incremental)
-        for prompt_index, prompt in enumerate(prompts):
-            req_id = self._reserve_ids(n)
-            for choice_id in range(req_id, req_id + n):
-                self._choices[choice_id] = stream.add_choice(choice_id, prompt_index)
-            self._num_queued += n
-            self._send(
-                Generate(
-                    req_id=req_id,
-                    prompt=prompt,
-                    params=options.params,
-                    arrival_ns=arrival_ns,
-                    priority=options.priority,
-                    cache_salt=options.cache_salt,
-                    want_prompt_text=options.want_prompt_text,
-                )
-            )
         self.status.set_has_work(True)
+        try:
+            for prompt_index, prompt in enumerate(prompts):
+                req_id = self._reserve_ids(n)
+                for choice_id in range(req_id, req_id + n):
+                    self._choices[choice_id] = stream.add_choice(choice_id, prompt_index)
+                self._num_queued += n
+                self._send(
+                    Generate(
+                        req_id=req_id,
+                        prompt=prompt,
+                        params=options.params,
+                        arrival_ns=arrival_ns,
+                        priority=options.priority,
+                        cache_salt=options.cache_salt,
+                        want_prompt_text=options.want_prompt_text,
+                    )
+                )
+        except BaseException:  # what cannot be sent must not stay in the table
+            self.abort(stream)
+            raise
         return stream
 
     def abort(self, stream: RequestStream) -> None:

@@ -1,6 +1,5 @@
 """Chat messages to one prompt text, through the model's own Jinja template (in a sandbox)."""
 
-import json
 from typing import Any
 
 from engine.api.messages import ChatPrompt
@@ -91,9 +90,7 @@ class ChatRenderer:
         message = dict(message)
         if message.get("role") == "developer" and not self.knows_developer:
             message["role"] = "system"
-        if message.get("tool_calls"):
-            message["tool_calls"] = [with_parsed_arguments(call) for call in message["tool_calls"]]
-        elif message.get("content") is None:
+        if message.get("content") is None and not message.get("tool_calls"):
             message["content"] = ""
         message["content"] = self._adapted_content(message.get("content"))
         return message
@@ -106,13 +103,3 @@ class ChatRenderer:
         if isinstance(content, str) and not self.takes_strings and self.takes_parts:
             return [{"type": "text", "text": content}]
         return content
-
-
-def with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write arguments with `tojson`, so they need the object rather than its JSON text."""
-    function = dict(call.get("function") or {})
-    try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -63,7 +63,7 @@ def too_deep() -> ApiError:
 def is_deeper_than(value: Any, limit: int) -> bool:
     """Level by level rather than recursively, so that depth cannot exhaust the stack."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         level = [
             child
             for container in level

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from server.errors import ApiError, describe, invalid_type, invalid_value, missing
+from server.schema.body import MAX_DEPTH, is_deeper_than
 from server.schema.fields import json_object, string
 
 MAX_MESSAGES = 4096
@@ -147,6 +148,7 @@ def tool_calls(value: Any, path: str) -> list[dict[str, Any]]:
 
 
 def tool_arguments(value: Any, path: str) -> Any:
+    """The object; or the text as it is, if that is no object of at most MAX_DEPTH levels."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -156,4 +158,7 @@ def tool_arguments(value: Any, path: str) -> Any:
         parsed = orjson.loads(text)
     except orjson.JSONDecodeError:
         return text
-    return parsed if isinstance(parsed, dict) else text
+    # Deeper text stays text, as what reads it later may work recursively.
+    if not isinstance(parsed, dict) or is_deeper_than(parsed, MAX_DEPTH):
+        return text
+    return parsed

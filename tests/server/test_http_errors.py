@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.api.messages import Deltas, RequestError
+from engine.api.messages import ChatPrompt, Deltas, RequestError
 from tests.server.conftest import Site, eventually, running_site
 from tests.server.fake_backend import LIMITS, Script
 
@@ -171,6 +171,19 @@ GOOD: list[dict[str, Any]] = [
     {"spaces_between_special_tokens": True, "length_penalty": 1.0, "bad_words": []},
     {"priority": -5, "cache_salt": "tenant", "seed": 2**63 - 1},
 ]
+
+
+@pytest.mark.parametrize("depth", [127, 128, 129, 600, 1000, 5000])
+async def test_arguments_of_tool_calls_nested_too_deep_stay_text(site: Site, depth: int) -> None:
+    arguments = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}], "n": 128}
+    assert (await site.post(CHAT, body))[0] == 200
+    prompt = site.backend.generates[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    sent = prompt.messages[0]["tool_calls"][0]["function"]["arguments"]
+    assert sent == (json.loads(arguments) if depth <= 128 else arguments)
+    assert site.service.client.num_live == 0
 
 
 async def test_neutral_values_pass(site: Site) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.api.messages import Deltas, FinishReason, Phase, RequestError
+from engine.api.messages import Deltas, FinishReason, Generate, Phase, RequestError
 from server.service import draining, engine_dead
 from tests.server.conftest import Site, eventually, read_events, running_site
 from tests.server.fake_backend import Script
@@ -60,6 +60,27 @@ async def test_finished_choices_are_not_aborted(site: Site) -> None:
     await site.get("/health")
     assert site.backend.aborted == set()
     assert site.service.client.num_live == 0
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two prompts fails: the first is aborted, and neither counts as queued."""
+    client = site.service.client
+    site.backend.script = lambda g: Script(hold="queued")
+    send = client._send
+
+    def broken(message: Any) -> None:
+        if isinstance(message, Generate) and message.req_id > first:
+            raise RecursionError
+        send(message)
+
+    first = client._next_id
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_send", broken)
+        assert (await site.post("/v1/completions", {"prompt": ["a", "b"], "n": 3}))[0] == 500
+    assert (client.num_live, client.num_queued, client.status.has_work) == (0, 0, False)
+    await eventually(lambda: set(range(first, first + 6)) <= site.backend.aborted)
 
 
 def failing_after(pieces: int | None) -> Any:

@@ -282,15 +282,20 @@ def test_developer_is_system_unless_the_template_knows_it():
     assert rendered(byte_level(chat_template=knows), chat("hi", role="developer")) == "DEV"
 
 
-def test_tool_calls_reach_the_template_as_objects():
-    template = "{% for m in messages %}{{ m['tool_calls'][0]['function']['arguments']['city'] }}{% endfor %}"
-    call = {"id": "1", "type": "function"}
-    call["function"] = {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    prompt = ChatPrompt(messages=[{"role": "assistant", "tool_calls": [call]}])
-    assert rendered(byte_level(chat_template=template), prompt) == "Oslo"
-    call["function"]["arguments"] = "not json"
-    text = "{% for m in messages %}{{ m['tool_calls'][0]['function']['arguments'] }}{% endfor %}"
-    assert rendered(byte_level(chat_template=text), prompt) == "not json"
+def test_arguments_of_tool_calls_reach_the_template_as_they_are():
+    """The server has made objects of them, and left as text what it found too deep or no object."""
+    template = (
+        "{% for m in messages %}{{ m['tool_calls'][0]['function']['arguments'] }}{% endfor %}"
+    )
+    deep = '{"a":' + "[" * 600 + "]" * 600 + "}"
+    for arguments, expected in (
+        ({"city": "Oslo"}, "{'city': 'Oslo'}"),
+        ("not json", "not json"),
+        (deep, deep),
+    ):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        prompt = ChatPrompt(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert rendered(byte_level(chat_template=template), prompt) == expected
 
 
 def test_absent_content_is_empty():
