@@ -33,7 +33,9 @@ class Child:
             *args,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE if pipe else None,
-            env=child_environment(),
+            # Python files in the directory we were started from are none of ours: not imported
+            # here, nor in what the child starts itself.
+            env={**child_environment(), "PYTHONSAFEPATH": "1"},
             # Ctrl-C in a terminal reaches a whole session; what it means is for the server to say.
             start_new_session=True,
         )

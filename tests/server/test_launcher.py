@@ -233,6 +233,19 @@ def test_hangup_that_is_ignored_stays_so(model: str) -> None:
     assert "SIGHUP" not in said
 
 
+def test_files_where_it_is_started_are_not_imported(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with `engine/` or numpy.py in it is a place to start from like any other."""
+    (tmp_path / "engine").mkdir()
+    for name in ("engine/__init__.py", "numpy.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported by mistake')\n")
+    monkeypatch.chdir(tmp_path)
+    with live_server(model, *FLAGS) as server:
+        assert server.stop() == 0
+        assert "by mistake" not in server.log.read_text()
+
+
 def test_interrupted_before_it_serves(model: str, tmp_path: Path) -> None:
     """Ctrl-C while Python still imports: no traceback."""
     (tmp_path / "uvloop.py").write_text("import os\nos.kill(os.getpid(), 2)\nimport time\n")
