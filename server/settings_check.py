@@ -1,7 +1,6 @@
 """Settings that cannot work, whatever the model: refused before anything starts."""
 
 import ctypes
-import os
 from pathlib import Path
 
 from engine.api.config import ConfigError, EngineConfig, parse_length
@@ -70,20 +69,14 @@ def check_device(engine: EngineConfig) -> None:
         raise ConfigError(
             f"--dtype {engine.dtype} is for CPUs; with --device cuda use bfloat16 or float16"
         )
-    if problem := why_no_gpu():
-        raise ConfigError(f"--device cuda: {problem}, or use --device cpu", CANNOT_WORK)
-
-
-def why_no_gpu() -> str:
-    """Why CUDA certainly finds no device, with the remedy; "" if it may find one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
-        return f"CUDA_VISIBLE_DEVICES={visible} hides every GPU; unset it"
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded); install one"
-    return ""
+        raise ConfigError(
+            "--device cuda: there is no NVIDIA driver here (libcuda.so.1 cannot be loaded); "
+            "install one, or use --device cpu",
+            CANNOT_WORK,
+        ) from None
 
 
 def check_batch(engine: EngineConfig) -> None:
