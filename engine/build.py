@@ -162,7 +162,8 @@ def warm_up(runner: ModelRunner, resolved: Resolved) -> None:
 
     Nothing stays behind: the row is freed, and the blocks belong to nobody yet.
     """
-    tokens = np.zeros(min(16, resolved.block_size), np.int32)
+    length = min(16, resolved.block_size, resolved.max_model_len - 1)  # and one for the decode
+    tokens = np.zeros(length, np.int32)
     row = np.array([1], np.int32)
     init = RowInit(
         row=1,

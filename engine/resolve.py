@@ -22,6 +22,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+LEAST_MODEL_LEN = 2  # a token of prompt, a token of completion
 
 
 @dataclass
@@ -125,6 +126,11 @@ def decide_threads(r: Resolved, config: EngineConfig) -> None:
 
 def decide_max_model_len(r: Resolved, config: EngineConfig, model: ModelConfig) -> None:
     asked = parse_length(config.max_model_len)
+    if model.max_model_len < LEAST_MODEL_LEN:
+        raise ConfigError(
+            f"{model.path}: the model was made for {model.max_model_len} token "
+            f"(max_position_embeddings in config.json); generating needs {LEAST_MODEL_LEN}"
+        )
     if asked is None:
         r.set("max_model_len", model.max_model_len, "auto: the model's own length")
     elif asked > model.max_model_len:
@@ -132,6 +138,11 @@ def decide_max_model_len(r: Resolved, config: EngineConfig, model: ModelConfig) 
             f"--max-model-len {config.max_model_len}: the model was made for at most "
             f"{model.max_model_len} tokens (config.json); use that, or give config.json a "
             "rope scaling that allows more"
+        )
+    elif asked < LEAST_MODEL_LEN:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: expected {LEAST_MODEL_LEN} or more, for a token "
+            "of prompt and one of completion"
         )
     else:
         r.set("max_model_len", asked, "flag")

@@ -137,6 +137,14 @@ def test_settings_that_cannot_work_name_themselves(llm, settings, words):
         LLM(llm.config.model, **settings)
 
 
+@pytest.mark.parametrize("length", [2, 3, 16, 17])
+def test_the_shortest_sequences_are_served(llm, length):
+    params = SamplingParams(max_tokens=length - 1, ignore_eos=True)
+    with LLM(llm.config.model, max_model_len=length, num_blocks=4, cpu_threads=1) as short:
+        out = short.generate([[5]], params, use_tqdm=False)
+    assert len(out[0].outputs[0].token_ids) == length - 1
+
+
 def test_a_missing_model_directory_is_named():
     with pytest.raises(ConfigError, match="/nowhere/at/all"):
         LLM("/nowhere/at/all")

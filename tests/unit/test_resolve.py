@@ -1,5 +1,7 @@
 """Every `auto` is decided with a reason; what cannot work is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ def test_defaults_have_reasons(model):
     [
         ({"max_model_len": "100k"}, ["--max-model-len", "512"]),
         ({"max_model_len": "many"}, ["--max-model-len", "many"]),
+        ({"max_model_len": "1"}, ["--max-model-len 1:", "2 or more"]),
         ({"dtype": "float16"}, ["float16", "bfloat16"]),
         ({"block_size": 17}, ["--block-size", "16"]),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ["--max-num-batched-tokens", "64"]),
@@ -58,6 +61,12 @@ def test_max_model_len_shrinks_to_the_cache_only_if_auto(model):
     with pytest.raises(ConfigError, match="--max-model-len 160") as caught:
         decide_num_blocks(resolved, fixed, model)
     assert caught.value.exit_code == 75
+
+
+def test_model_of_one_position_is_refused(model):
+    with pytest.raises(ConfigError, match="max_position_embeddings") as caught:
+        resolve(EngineConfig(), replace(model, max_model_len=1))
+    assert caught.value.exit_code == 2
 
 
 def test_dtype_flag_wins(model):
