@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.layers.norm import RmsNorm
 from engine.ops.linear import linear, pack_weight
-from engine.ops.skinny_gemm import skinny_gemm
 from engine.weights.slots import Slot, Source
 
 
@@ -46,28 +44,3 @@ class Linear:
         """[T, in_features] -> [T, sum of rows]."""
         assert self.weight is not None, f"{self.name} has no weights yet"
         return linear(x, self.weight, self.bias)
-
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        norm: RmsNorm | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> Tensor:
-        """The product for few rows on a GPU, with what surrounds it (engine/ops/skinny_gemm.py).
-
-        norm: applied to x first. gated: the rows are gate and up, the result is silu(gate) * up.
-        add_to: [T, out_features], to which the result is added in place.
-        """
-        assert self.weight is not None, f"{self.name} has no weights yet"
-        return skinny_gemm(
-            x,
-            self.weight,
-            self.bias,
-            residual=add_to,
-            out=add_to,
-            gated=gated,
-            norm_weight=norm.weight if norm is not None else None,
-            eps=norm.eps if norm is not None else 0.0,
-        )

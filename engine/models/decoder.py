@@ -25,7 +25,6 @@ from engine.models import ARCHITECTURES
 from engine.models.config import ModelConfig
 from engine.ops.activation import silu_and_mul
 from engine.ops.rope_and_cache import rope_and_cache
-from engine.ops.skinny_gemm import fuses
 from engine.weights.slots import WeightedLayer
 
 
@@ -153,33 +152,6 @@ class DecoderLayer:
         gate_up = self.gate_up(self.mlp_norm(hidden, attended))
         return self.down(silu_and_mul(gate_up))
 
-    def call_fused(
-        self,
-        hidden: Tensor,  # [T, hidden_size] of few rows on a GPU, changed in place
-        rotation: tuple[Tensor, Tensor],
-        inputs: StepInputs,
-        attention: AttentionBackend,
-    ) -> None:
-        """The same with norms, gate and additions inside the products: six kernels instead of nine.
-
-        With few rows a layer costs what its kernels' starts cost, and these products read their input
-        again and again anyway.
-        """
-        spec, kv = self.spec, attention.kv
-        q = rope_and_cache(
-            self.qkv.fused(hidden, norm=self.input_norm),
-            *rotation,
-            inputs.slot_mapping,
-            kv.k[self.index],
-            kv.v[self.index],
-            spec.num_heads,
-            self.qk_norm.weight if self.qk_norm is not None else None,
-            spec.rms_norm_eps,
-        )
-        attended = attention.attend(self.index, q, self.attention_spec, inputs)
-        self.output.fused(attended, add_to=hidden)
-        self.down.fused(self.gate_up.fused(hidden, norm=self.mlp_norm, gated=True), add_to=hidden)
-
 
 class Decoder:
     """A whole model (engine/models/base.py). Built without weights; the loader brings them."""
@@ -207,10 +179,6 @@ class Decoder:
         """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
         hidden = self.embedding(inputs.input_ids)
         rotation = self.rotary(inputs.positions)
-        if fuses(hidden):
-            for layer in self.layers:
-                layer.call_fused(hidden, rotation, inputs, attention)
-            return self.norm(hidden)
         pending: Tensor | None = None
         for layer in self.layers:
             pending = layer(hidden, pending, rotation, inputs, attention)

@@ -132,7 +132,9 @@ class DummyReader:
         if target.dim() == 1:
             target.fill_(0.0 if slot.sources[0].name.endswith(".bias") else 1.0)
         else:
-            if self.generator is None:  # on the weights' own device, which may be a hundred times faster
+            if (
+                self.generator is None
+            ):  # on the weights' own device, which may be a hundred times faster
                 self.generator = torch.Generator(target.device).manual_seed(self.seed)
             target.normal_(0.0, target.shape[-1] ** -0.5, generator=self.generator)
 
