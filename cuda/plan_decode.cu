@@ -11,7 +11,6 @@ constexpr int THREADS = 1024, WARPS = THREADS / 32;
 constexpr int TILE = 16;           // of paged_decode.cu
 constexpr int STEP = 64;           // chunks are multiples of it
 constexpr int MIN_CHUNK = 128;
-constexpr int ITEM_TOKENS = 96;    // cost of an item, as tokens
 constexpr int CANDIDATES = 2 * WARPS;
 constexpr int BUCKETS = 32;        // of lengths, to start with the longest
 constexpr int FIXED_MIN_CHUNK = 256, FIXED_MAX_PARTS = 32;
@@ -54,7 +53,8 @@ DEV u64 exclusive_sum(u64 value, u64* shared, u64& total) {
 extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
     WorkItem* __restrict__ work, int* __restrict__ num_work,
     const int* __restrict__ seq_lens, const int* __restrict__ rows,
-    int batch, int window, int blocks_per_item, int slots, int max_items, int max_parts, int fixed_chunk)
+    int batch, int window, int blocks_per_item, int slots, int item_tokens, int max_items, int max_parts,
+    int fixed_chunk)
 {
   __shared__ int spans[THREADS];
   __shared__ u64 sums[WARPS + 1];
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
       if (lane == 0) {
         const i64 waves = ((i64)items * blocks_per_item + slots - 1) / slots;
         const i64 mean = (i64)(tokens / items);
-        const i64 cost = waves * (mean + ITEM_TOKENS) + min(size, longest) - mean + ceil_div(longest, size);
+        const i64 cost = waves * (mean + item_tokens) + min(size, longest) - mean + ceil_div(longest, size);
         costs[c] = items <= max_items && parts <= max_parts ? cost : (i64)1 << 50;
       }
     }

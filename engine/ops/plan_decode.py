@@ -12,9 +12,9 @@ Contract
 Two ways to choose the chunk, the tokens of an item:
     by batch   of 64 sizes, the one with the least estimated time. With n items for each KV head of T tokens
                in all, on `slots` thread blocks at a time,
-                   waves * (T / n + 96) + (longest item - T / n) + parts of the longest row,
-               where waves = ceil(n * heads / slots) and 96 tokens stand for an item's fixed cost
-               (measured on an H200). Within 2%, the fewest parts.
+                   waves * (T / n + item_tokens) + (longest item - T / n) + parts of the longest row,
+               where waves = ceil(n * heads / slots) and item_tokens stands for an item's fixed cost. Within
+               2%, the fewest parts.
     fixed      by the row's own length, so that its result does not depend on the batch: at most 32 parts,
                of 256 tokens or more.
 """
@@ -35,7 +35,7 @@ ITEM_FIELDS = ("row", "table_row", "begin", "end", "part", "first_part", "num_pa
 MAX_PARTS = 288
 # cuda/plan_decode.cu
 THREADS = MAX_BATCH = 1024
-TILE, STEP, MIN_CHUNK, ITEM_TOKENS, BUCKETS = 16, 64, 128, 96, 32
+TILE, STEP, MIN_CHUNK, BUCKETS = 16, 64, 128, 32
 FIXED_MIN_CHUNK, FIXED_MAX_PARTS = 256, 32
 CANDIDATE_PARTS = [*range(1, 33), *range(40, MAX_PARTS + 1, 8)]
 
@@ -50,6 +50,7 @@ class PlanLimits:
     slots: int  # thread blocks that the device runs at a time
     is_fixed: bool = False  # chunks by length alone
     max_tokens: int = 1 << 20  # of a row
+    item_tokens: int = 96  # what an item costs before its first token and after its last, in tokens
 
     def max_parts(self, batch: int) -> int:
         """Parts of split rows in a plan of `batch` rows: what the buffers for partial results hold."""
@@ -117,6 +118,7 @@ def launch(plan: DecodePlan, seq_lens: Tensor, rows: Tensor, window: int | None)
             np.int32(window or 0),
             np.int32(limits.blocks_per_item),
             np.int32(limits.slots),
+            np.int32(limits.item_tokens),
             np.int32(limits.max_items(plan.batch)),
             np.int32(limits.max_parts(plan.batch)),
             np.int32(limits.is_fixed),
@@ -173,7 +175,7 @@ def best_chunk(spans: npt.NDArray[np.int64], limits: PlanLimits) -> npt.NDArray[
         items, partial = int(parts.sum()), int(parts[parts > 1].sum())
         waves = -(-items * limits.blocks_per_item // limits.slots)
         mean = tokens // items
-        cost = waves * (mean + ITEM_TOKENS) + min(size, longest) - mean + -(-longest // size)
+        cost = waves * (mean + limits.item_tokens) + min(size, longest) - mean + -(-longest // size)
         fits = items <= limits.max_items(batch) and partial <= limits.max_parts(batch)
         sizes.append(size)
         costs.append(cost if fits else 1 << 50)
