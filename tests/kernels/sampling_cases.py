@@ -1,0 +1,208 @@
+"""Batches for the sampling kernels, and the check that they choose what the sampler on the CPU chooses.
+
+Used with emulated kernels on CPU tensors, and on a GPU.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.api.sampling import SamplingParams
+from engine.plan import RowInit, StepResult
+from engine.runner.device_sampler import DeviceSampler
+from engine.runner.sampler import Sampler
+
+EOS = [2, 7]
+
+
+@dataclass
+class Batch:
+    """Requests on rows 1 .. S, with prompts and outputs of a few tokens, and logits for one step."""
+
+    logits: Tensor  # [S, V] on the CPU
+    params: list[SamplingParams]
+    seed: int = 0
+    masks: Tensor | None = None
+    inits: list[RowInit] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        vocab_size = self.logits.shape[1]
+        self.inits = []
+        for row, params in enumerate(self.params, start=1):
+            known = rng.integers(0, min(vocab_size + 2, 40), 12).astype(np.int32)
+            self.inits.append(RowInit(row, params, known[: rng.integers(4, 12)], 3, 0, []))
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        return np.arange(1, len(self.params) + 1, dtype=np.int32)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        return np.array([len(init.token_ids) for init in self.inits], np.int64)
+
+    def cpu_sampler(self) -> Sampler:
+        sampler = Sampler(len(self.params) + 1, self.logits.shape[1], EOS, torch.device("cpu"))
+        for init in self.inits:
+            sampler.add(init)
+        return sampler
+
+    def device_sampler(self, device: torch.device, max_rows: int = 0) -> DeviceSampler:
+        max_rows = max(max_rows, len(self.params) + 1)
+        sampler = DeviceSampler(max_rows, self.logits.shape[1], EOS, device)
+        for init in self.inits:
+            sampler.add(init)
+        return sampler
+
+
+def check_batch(batch: Batch, device: torch.device, steps: int = 2) -> None:
+    """A few steps on both: the same tokens, bad rows and log-probabilities.
+
+    All steps see the same logits at increasing positions, so what the rows do with them differs.
+    """
+    on_cpu, on_device = batch.cpu_sampler(), batch.device_sampler(device)
+    logits = batch.logits.to(device)
+    masks = None if batch.masks is None else batch.masks.to(device)
+    before = logits.clone()
+    for step in range(steps):
+        positions = batch.positions + step
+        got = on_device.sample(logits, batch.rows, positions, masks).result()
+        want = on_cpu.sample(
+            batch.logits.float().clone(), batch.rows, positions, batch.masks
+        ).result()
+        assert_equal(got, want, batch.params)
+    assert torch.equal(logits.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
+
+
+def assert_equal(got: StepResult, want: StepResult, params: list[SamplingParams]) -> None:
+    def flags(result: StepResult) -> npt.NDArray[np.bool_]:
+        none = np.zeros(len(result.token_ids), np.bool_)
+        return none if result.is_bad is None else result.is_bad
+
+    wrong = np.flatnonzero((got.token_ids != want.token_ids) | (flags(got) != flags(want)))
+    assert wrong.size == 0, "\n".join(
+        f"row {i}: token {got.token_ids[i]}, expected {want.token_ids[i]}, "
+        f"bad {flags(got)[i]}, expected {flags(want)[i]}: {params[i]}"
+        for i in wrong[:5].tolist()
+    )
+    assert got.logprobs.keys() == want.logprobs.keys()
+    for i, entry in want.logprobs.items():
+        if flags(want)[i]:
+            continue
+        where = f"log-probabilities of row {i}"
+        # far down, neighbours may round to one log-probability on one device only
+        assert abs(got.logprobs[i].rank - entry.rank) <= entry.rank // 1000, where
+        np.testing.assert_array_equal(got.logprobs[i].top_ids, entry.top_ids, err_msg=where)
+        np.testing.assert_allclose(got.logprobs[i].sampled, entry.sampled, atol=2e-5, err_msg=where)
+        np.testing.assert_allclose(
+            got.logprobs[i].top_logprobs, entry.top_logprobs, atol=2e-5, err_msg=where
+        )
+
+
+def normal(shape: tuple[int, int], scale: float, seed: int = 0) -> Tensor:
+    values = np.random.default_rng(seed).normal(size=shape) * scale
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def mixed_params(count: int, seed: int = 0, logprobs: bool = True) -> list[SamplingParams]:
+    """Requests that between them use every stage, as many use few."""
+    rng = np.random.default_rng(seed)
+    params = []
+    for i in range(count):
+        edited = i % 3 == 2
+        params.append(
+            SamplingParams(
+                seed=int(rng.integers(-(2**63), 2**63 - 1)),
+                temperature=float(rng.choice([0.0, 0.6, 1.0, 1.0, 1.5])),
+                top_k=int(rng.choice([-1, -1, 2, 20, 50])),
+                top_p=float(rng.choice([1.0, 1.0, 0.95, 0.5])),
+                min_p=float(rng.choice([0.0, 0.0, 0.05])),
+                repetition_penalty=float(rng.choice([1.0, 1.2, 0.8])) if edited else 1.0,
+                presence_penalty=0.4 if edited and i % 2 else 0.0,
+                frequency_penalty=float(rng.choice([0.0, 0.7, -0.3])) if edited else 0.0,
+                logit_bias={i % 30: 4.0, 10**6: 1.0} if edited and i % 4 == 0 else {},
+                min_tokens=int(rng.integers(0, 12)) if edited else 0,
+                stop_token_ids=[3, 10**6] if edited else [],
+                logprobs=[None, 0, 5, 20][i % 4] if logprobs else None,
+            )
+        )
+    return params
+
+
+def truncations(seed: int = 0, temperature: float = 1.0) -> list[SamplingParams]:
+    """One row each for the ways of removing tokens, the extreme ones above all."""
+    settings = [
+        {},
+        {"top_k": 2},
+        {"top_k": 50},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": 1000, "top_p": 0.95},
+        {"top_k": 1024},
+        {"top_k": 1025},  # past the candidates
+        {"top_k": 3000, "top_p": 0.7},
+        {"top_k": 3000, "min_p": 0.2},
+        {"top_p": 1e-12},
+        {"top_p": 0.1},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"top_p": 0.99},
+        {"top_p": 1.0 - 1e-9},
+        {"min_p": 1e-6},
+        {"min_p": 0.1},
+        {"min_p": 1.0},
+        {"min_p": 0.02, "top_p": 0.9},
+        {"min_p": 1e-4, "top_p": 0.97, "top_k": 40},
+    ]
+    return [
+        SamplingParams(seed=1000 * seed + i, temperature=temperature, **setting)  # type: ignore[arg-type]
+        for i, setting in enumerate(settings)
+    ]
+
+
+def rows_of(logits: npt.NDArray[np.float32] | Tensor, count: int) -> Tensor:
+    """The same row [V] for all of `count` requests."""
+    return torch.as_tensor(logits).expand(count, -1).contiguous()
+
+
+def peculiar_rows(vocab_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Rows [V] that are hard on shortcuts."""
+    rng = np.random.default_rng(seed)
+    plain = torch.from_numpy((rng.normal(size=vocab_size) * 2).astype(np.float32))
+    sparse = plain.clone()
+    sparse[torch.from_numpy(rng.random(vocab_size) < 0.98)] = -torch.inf
+    # all that counts lies between the parts of the row that the draw looks at first
+    plateau = torch.full((vocab_size,), -20.0)
+    plateau[vocab_size // 8 : vocab_size * 3 // 4] = (
+        plain[vocab_size // 8 : vocab_size * 3 // 4] / 100
+    )
+    peak = plain.clone()
+    peak[vocab_size // 2] = 60.0
+    last = plain.clone()
+    last[-1] = plain.max() + 1.0
+    return {
+        "all equal": torch.zeros(vocab_size),
+        "two values": torch.from_numpy(rng.integers(0, 2, vocab_size).astype(np.float32)),
+        "ties": torch.round(plain * 2) / 2,
+        "flat": plain / 50,
+        "steep": plain * 20,
+        "far from zero": plain + 3000,
+        "signed zeros": torch.where(plain > 0, 0.0, -0.0),
+        "mostly forbidden": sparse,
+        "plateau": plateau,
+        "peak": peak,
+        "best at the end": last,
+    }
+
+
+def poisoned(shape: tuple[int, int]) -> Tensor:
+    """Rows that are bad, each between good ones."""
+    logits = normal(shape, 2.0, 3)
+    logits[1, -1] = torch.nan
+    logits[3, 0] = torch.inf
+    logits[5] = -torch.inf
+    logits[7] = torch.nan
+    logits[9, shape[1] // 2] = -torch.nan
+    return logits

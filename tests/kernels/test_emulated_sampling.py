@@ -1,0 +1,270 @@
+"""The sampling kernels on the CPU, through their launchers, against the sampler for CPU tensors.
+
+Both draw from the same noise, so tokens must be equal one by one.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.api.sampling import SamplingParams
+from engine.ops import logprobs_cuda, sample_cuda
+from engine.ops.jit import KernelConfig
+from engine.ops.sample_cuda import MAX_VOCAB, ROW_DTYPE, SamplingClass, Workspace
+from engine.plan import RowInit
+from tests.kernels import emulator
+from tests.kernels.emulator import emulated
+from tests.kernels.sampling_cases import (
+    Batch,
+    assert_equal,
+    check_batch,
+    mixed_params,
+    normal,
+    peculiar_rows,
+    poisoned,
+    rows_of,
+    truncations,
+)
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+
+CPU = torch.device("cpu")
+NAMES = list(peculiar_rows(64))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with emulated(sample_cuda, logprobs_cuda):
+        yield
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 64, 515, 4096, 4101])
+def test_mixed_requests(vocab_size: int) -> None:
+    check_batch(Batch(normal((16, vocab_size), 2.0), mixed_params(16)), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_logits(dtype: torch.dtype) -> None:
+    """Read as they are; rounding makes ties."""
+    for vocab_size in (1000, 1003):
+        check_batch(Batch(normal((9, vocab_size), 2.0).to(dtype), mixed_params(9)), CPU, steps=1)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_truncations(scale: float) -> None:
+    params = truncations()
+    check_batch(Batch(normal((len(params), 9001), scale), params), CPU, steps=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peculiar_rows(name: str) -> None:
+    params = truncations(seed=3, temperature=0.7)
+    row = peculiar_rows(5003)[name]
+    check_batch(Batch(rows_of(row, len(params)), params), CPU, steps=1)
+
+
+def test_a_plateau_that_the_first_look_misses() -> None:
+    params = [SamplingParams(seed=i, top_p=0.9) for i in range(2)]
+    row = peculiar_rows(40_000)["plateau"]
+    check_batch(Batch(rows_of(row, 2), params), CPU, steps=1)
+
+
+def test_temperatures_that_merge_or_overflow_logits() -> None:
+    logits = normal((6, 600), 1.0)
+    logits[3] *= 1e30
+    params = [
+        SamplingParams(seed=i, temperature=t, top_k=40)
+        for i, t in enumerate([2.0, 1e-4, 1.9999999, 0.3, 1.0 / 3.0, 0.999])
+    ]
+    logits[:, 100:200] = logits[:, :100] * (1 + 1e-7)  # neighbours among floats
+    check_batch(Batch(logits, params), CPU, steps=1)
+
+
+def test_bad_rows_keep_to_themselves() -> None:
+    params = mixed_params(11, seed=5)
+    batch = Batch(poisoned((11, 300)), params)
+    check_batch(batch, CPU)
+    result = batch.device_sampler(CPU).sample(batch.logits, batch.rows, batch.positions).result()
+    assert result.is_bad is not None
+    assert np.flatnonzero(result.is_bad).tolist() == [1, 3, 5, 7, 9]
+    assert result.token_ids[[1, 3, 5, 7, 9]].tolist() == [0] * 5
+
+
+def test_grammar_masks() -> None:
+    masks = torch.from_numpy(np.random.default_rng(1).random((9, 515)) < 0.05)
+    masks[4] = False  # nothing left
+    check_batch(Batch(normal((9, 515), 2.0), mixed_params(9), masks=masks), CPU, steps=1)
+
+
+def test_penalties_grow_with_the_output() -> None:
+    """Peaked logits: without penalties the same token would come again and again."""
+    logits = normal((4, 70), 0.5)
+    logits[:, 11] += 6.0
+    params = [
+        SamplingParams(seed=1, temperature=0.0, frequency_penalty=0.9),
+        SamplingParams(seed=2, repetition_penalty=1.7, presence_penalty=0.5, logprobs=2),
+        SamplingParams(seed=3, temperature=0.0, repetition_penalty=3.0, min_tokens=14),
+        SamplingParams(seed=4, top_k=5, frequency_penalty=-0.2),
+    ]
+    check_batch(Batch(logits, params), CPU, steps=10)
+
+
+def test_a_row_s_result_does_not_depend_on_its_company() -> None:
+    """Bitwise, log-probabilities included."""
+    batch = Batch(normal((24, 4500), 1.0), mixed_params(24, seed=2))
+    together = batch.device_sampler(CPU).sample(batch.logits, batch.rows, batch.positions)
+    order = np.random.default_rng(0).permutation(24)
+    shuffled = batch.device_sampler(CPU, max_rows=50).sample(
+        batch.logits[order], batch.rows[order], batch.positions[order]
+    )
+    first, second = together.result(), shuffled.result()
+    for place, i in enumerate(order.tolist()):
+        assert second.token_ids[place] == first.token_ids[i]
+        one, two = first.logprobs.get(i), second.logprobs.get(place)
+        assert (one is None) == (two is None)
+        if one is not None and two is not None:
+            assert (one.sampled, one.rank) == (two.sampled, two.rank)
+            assert one.top_ids.tolist() == two.top_ids.tolist()
+            assert one.top_logprobs.tolist() == two.top_logprobs.tolist()
+    for i in (0, 7, 23):
+        alone = batch.device_sampler(CPU).sample(
+            batch.logits[i : i + 1], batch.rows[i : i + 1], batch.positions[i : i + 1]
+        )
+        assert alone.token_ids.tolist() == first.token_ids[i : i + 1].tolist()
+
+
+def test_rows_of_any_stride_and_padding_rows() -> None:
+    batch = Batch(normal((5, 1030), 2.0), mixed_params(5))
+    want = batch.cpu_sampler().sample(batch.logits.clone(), batch.rows, batch.positions)
+    wide = torch.full((7, 1041), torch.nan)
+    for offset in (0, 3, 8):
+        wide[:5, offset : offset + 1030] = batch.logits
+        sampler = batch.device_sampler(CPU, max_rows=8)
+        sampler.flush()
+        last_token = torch.full((6,), -1, dtype=torch.int64)
+        rows = torch.tensor([*batch.rows.tolist(), 0, 0], dtype=torch.int32)
+        positions = torch.tensor([*batch.positions.tolist(), 1, 1], dtype=torch.int32)
+        out = (torch.zeros(7, dtype=torch.int64), torch.zeros(7, dtype=torch.bool))
+        token_ids, is_bad = sampler.sample_on_device(
+            wide[:, offset : offset + 1030],
+            rows,
+            positions,
+            SamplingClass.FULL,
+            last_token=last_token,
+            out=out,
+        )
+        assert token_ids[:5].tolist() == want.token_ids.tolist()
+        assert is_bad.tolist() == [False] * 5 + [True] * 2
+        assert last_token.tolist() == [0, *want.token_ids.tolist()]
+
+
+def test_classes_agree_where_the_smaller_one_suffices() -> None:
+    logits = torch.round(normal((6, 700), 2.0))
+    greedy = Batch(logits, [SamplingParams(seed=i, temperature=0.0) for i in range(6)])
+    simple = Batch(logits, mixed_params(6, logprobs=False)[:2] * 3)
+    for batch, smallest in ((greedy, SamplingClass.GREEDY), (simple, SamplingClass.SIMPLE)):
+        sampler = batch.device_sampler(CPU)
+        sampler.flush()
+        assert sampler.sampling_class(batch.rows) is smallest
+        rows = torch.from_numpy(batch.rows)
+        positions = torch.from_numpy(batch.positions.astype(np.int32))
+        tokens = [
+            sampler.sample_on_device(logits, rows, positions, which)[0].tolist()
+            for which in SamplingClass
+            if which >= smallest
+        ]
+        assert tokens.count(tokens[0]) == len(tokens)
+
+
+def test_sampling_class_counts_only_the_batch_s_rows() -> None:
+    batch = Batch(normal((3, 50), 1.0), [SamplingParams(seed=1, temperature=0.0)] * 3)
+    sampler = batch.device_sampler(CPU, max_rows=8)
+    penalised = SamplingParams(seed=1, presence_penalty=1.0)
+    sampler.add(RowInit(5, penalised, np.array([1, 2], np.int32), 1, 0, []))
+    assert sampler.sampling_class(batch.rows) is SamplingClass.GREEDY
+    assert sampler.sampling_class(batch.rows, has_masks=True) is SamplingClass.FULL
+    assert sampler.sampling_class(np.array([1, 5], np.int32)) is SamplingClass.FULL
+    sampler.free(5)
+    assert sampler.sampling_class(np.array([1, 5], np.int32)) is SamplingClass.GREEDY
+
+
+def test_a_row_forgets_its_former_request_and_tables_are_used_again() -> None:
+    logits = normal((2, 300), 1.0)
+    demanding = SamplingParams(
+        seed=1, logit_bias={9: 50.0}, min_tokens=5, repetition_penalty=4.0, top_k=3, logprobs=3
+    )
+    plain = SamplingParams(seed=2)
+    batch = Batch(logits, [demanding, demanding])
+    sampler = batch.device_sampler(CPU)
+    sampler.sample(logits, batch.rows, batch.positions)
+    tables = {
+        id(table) for pool in (sampler.tokens, sampler.bias) for table in pool.of_row.values()
+    }
+    assert len(tables) == 4
+    for row in (1, 2):
+        sampler.free(row)
+        sampler.free(row)  # twice is no error
+    assert not sampler.tokens.of_row
+    assert len(sampler.tokens.free_tables) == len(sampler.bias.free_tables) == 2
+    after = Batch(logits, [plain, demanding], seed=4)
+    for init in after.inits:
+        sampler.add(init)
+    assert {id(sampler.tokens.of_row[2]), id(sampler.bias.of_row[2])} <= tables
+    got = sampler.sample(logits, after.rows, after.positions).result()
+    want = after.cpu_sampler().sample(logits.clone(), after.rows, after.positions).result()
+    assert_equal(got, want, after.params)
+
+
+def test_log_probabilities_of_equals_come_by_id() -> None:
+    """More equals than can be sorted, and more wanted than a vocabulary has."""
+    params = [SamplingParams(seed=1, temperature=0.0, logprobs=20)] * 2
+    logits = torch.zeros((2, 3000))
+    logits[1, 2990:] = 1.0
+    check_batch(Batch(logits, params), CPU, steps=1)
+    check_batch(Batch(normal((2, 7), 1.0), params), CPU, steps=1)
+
+
+def test_a_seed_is_required() -> None:
+    batch = Batch(normal((1, 50), 1.0), [])
+    with pytest.raises(ValueError, match="row 1 has no seed"):
+        batch.device_sampler(CPU, max_rows=2).add(
+            RowInit(1, SamplingParams(), np.array([1], np.int32), 1, 0, [])
+        )
+
+
+def test_too_large_a_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size 524289: sampling kernels take up to 524288"):
+        Workspace.allocate(1, MAX_VOCAB + 1, CPU)
+
+
+def test_a_record_is_what_the_kernel_reads() -> None:
+    assert ROW_DTYPE.itemsize == 72
+    assert [ROW_DTYPE.fields[name][1] for name in ("seed", "tokens", "bias", "top_p")] == [
+        0,
+        8,
+        16,
+        24,
+    ]
+    assert ROW_DTYPE.fields["min_length"][1] == 32
+    assert ROW_DTYPE.fields["num_logprobs"][1] == 64
+
+
+def test_specs_cover_what_is_launched() -> None:
+    config = KernelConfig(
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        head_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        block_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        vocab_size=1000,
+    )
+    specs = [*sample_cuda.specs(config), *logprobs_cuda.specs(config)]
+    for dtype in (torch.float32, torch.bfloat16):
+        for which in SamplingClass:
+            assert all(spec in specs for spec in sample_cuda.variants(dtype, which))
+        assert all(spec in specs for spec in logprobs_cuda.variants(dtype))
