@@ -135,6 +135,18 @@ class DeviceSampler:
         self.params.index_copy_(0, index, values)
         self.changed.clear()
 
+    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
+        """Run every kernel once on the dummy row, so that none is loaded while serving or capturing.
+
+        dtype: of the logits to come.
+        """
+        self.flush()
+        logits = torch.zeros((1, self.table.vocab_size), dtype=dtype, device=self.device)
+        rows = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for which in SamplingClass:
+            token_ids, is_bad = self.sample_on_device(logits, rows, rows, which)
+        self.logprobs_on_device(logits, rows, token_ids, is_bad, num_top=1)
+
     def sampling_class(self, rows: Int32Array, has_masks: bool = False) -> SamplingClass:
         """The smallest class that has all stages of `rows`."""
         needs = int(np.bitwise_or.reduce(self.table.needs[rows], initial=0))

@@ -63,7 +63,7 @@ def test_truncations(device: torch.device, scale: float, vocab_size: int) -> Non
 def test_peculiar_rows(device: torch.device, name: str, vocab_size: int) -> None:
     params = truncations(seed=3, temperature=0.7)
     row = peculiar_rows(vocab_size)[name]
-    check_batch(Batch(rows_of(row, len(params)), params), device, steps=3)
+    check_batch(Batch(rows_of(row, len(params)), params), device, steps=1)
 
 
 def test_equals_the_torch_reference_on_the_same_device(device: torch.device) -> None:

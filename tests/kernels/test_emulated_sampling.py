@@ -226,6 +226,16 @@ def test_log_probabilities_of_equals_come_by_id() -> None:
     check_batch(Batch(normal((2, 7), 1.0), params), CPU, steps=1)
 
 
+def test_warming_up_leaves_no_trace() -> None:
+    batch = Batch(normal((3, 300), 1.0), mixed_params(3))
+    want = batch.device_sampler(CPU).sample(batch.logits, batch.rows, batch.positions).result()
+    warm = batch.device_sampler(CPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        warm.warm_up(dtype)
+    got = warm.sample(batch.logits, batch.rows, batch.positions).result()
+    assert_equal(got, want, batch.params)
+
+
 def test_a_seed_is_required() -> None:
     batch = Batch(normal((1, 50), 1.0), [])
     with pytest.raises(ValueError, match="row 1 has no seed"):
