@@ -10,8 +10,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.api.config import ConfigError, EngineConfig, parse_length
-from engine.memory import GIB, kv_block_bytes, kv_memory_bytes
+from engine.api.config import (
+    MOST_BLOCKS,
+    MOST_GIB,
+    MOST_SEQS,
+    MOST_THREADS,
+    MOST_TOKENS,
+    ConfigError,
+    EngineConfig,
+    parse_length,
+)
+from engine.memory import GIB, available_memory_bytes, kv_block_bytes, kv_memory_bytes
 from engine.models.config import ModelConfig
 
 TORCH_DTYPES = {
@@ -116,8 +125,7 @@ def has_fast_bfloat16() -> bool:
 
 def decide_threads(r: Resolved, config: EngineConfig) -> None:
     cores = len(os.sched_getaffinity(0))
-    if config.cpu_threads < 0:
-        raise ConfigError(f"--cpu-threads {config.cpu_threads}: expected 0 (auto) or more")
+    check_range("--cpu-threads", config.cpu_threads, MOST_THREADS)
     if config.cpu_threads:
         r.set("threads", config.cpu_threads, "flag")
     else:
@@ -150,9 +158,8 @@ def decide_max_model_len(r: Resolved, config: EngineConfig, model: ModelConfig) 
 
 def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
-    for flag, value in (("--max-num-seqs", seqs), ("--max-num-batched-tokens", budget)):
-        if value < 0:
-            raise ConfigError(f"{flag} {value}: expected 0 (auto) or more")
+    check_range("--max-num-seqs", seqs, MOST_SEQS)
+    check_range("--max-num-batched-tokens", budget, MOST_TOKENS)
     if seqs:
         r.set("max_num_seqs", seqs, "flag")
     else:
@@ -179,6 +186,12 @@ def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least "
             f"--max-model-len ({r.max_model_len}), got {r.max_num_batched_tokens}"
         )
+
+
+def check_range(flag: str, value: float, most: int) -> None:
+    """0 means auto. Refuses NaN as well."""
+    if not 0 <= value <= most:
+        raise ConfigError(f"{flag} {value}: expected 0 (auto) to {most}")
 
 
 def decide_block_size(r: Resolved, config: EngineConfig) -> None:
@@ -211,11 +224,11 @@ def decide_num_blocks(
     `gpu_bytes`: what a GPU has left for it (engine/memory.py measures that).
 
     Shrinks max_model_len if it was `auto`; raises ConfigError (75) if a request of the asked length
-    cannot fit.
+    cannot fit, or if the cache that was asked for exceeds the memory that is free.
     """
     r.block_bytes = kv_block_bytes(model, r.block_size, r.dtype)
-    if config.num_blocks < 0 or config.kv_cache_gib < 0:
-        raise ConfigError("--num-blocks and --kv-cache-gib must not be negative")
+    check_range("--num-blocks", config.num_blocks, MOST_BLOCKS)
+    check_range("--kv-cache-gib", config.kv_cache_gib, MOST_GIB)
     if config.num_blocks:
         usable, reason = config.num_blocks, "flag"
     elif gpu_bytes is not None:
@@ -224,12 +237,31 @@ def decide_num_blocks(
     else:
         memory, reason = kv_memory_bytes(config.kv_cache_gib)
         usable = memory // r.block_bytes
+    if config.num_blocks or (config.kv_cache_gib and not r.is_gpu):
+        check_cache_fits(r, config, usable)
     largest = usable * r.block_size
     if r.max_model_len > largest:
         if parse_length(config.max_model_len) is not None or largest < 2 * r.block_size:
             raise ConfigError(too_small(r, config, usable, largest), exit_code=75)
         r.set("max_model_len", largest, f"auto: shortened to what the KV cache holds ({reason})")
     r.set("num_blocks", usable + 1, reason)
+
+
+def check_cache_fits(r: Resolved, config: EngineConfig, usable: int) -> None:
+    """Refuse a cache that was asked for by size, but that the machine has no memory for now."""
+    needed = (usable + 1) * r.block_bytes  # with the reserved block 0
+    free = torch.cuda.mem_get_info(r.device)[0] if r.is_gpu else available_memory_bytes()
+    if needed <= free:
+        return
+    if config.num_blocks:
+        asked, most = f"--num-blocks {config.num_blocks}", str(max(0, free // r.block_bytes - 1))
+    else:
+        asked, most = f"--kv-cache-gib {config.kv_cache_gib:g}", f"{free / GIB:.2f}"
+    raise ConfigError(
+        f"{asked}: the KV cache would take {needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free "
+        f"beside the weights; use less than {most}, or leave the flag out",
+        exit_code=75,
+    )
 
 
 def too_small(r: Resolved, config: EngineConfig, usable: int, largest: int) -> str:

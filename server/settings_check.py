@@ -3,15 +3,19 @@
 import ctypes
 from pathlib import Path
 
-from engine.api.config import ConfigError, EngineConfig, parse_length
+from engine.api.config import (
+    MOST_BLOCKS,
+    MOST_GIB,
+    MOST_SEQS,
+    MOST_THREADS,
+    MOST_TOKENS,
+    ConfigError,
+    EngineConfig,
+    parse_length,
+)
 from server.config import ServerConfig
 
 WEEK_S = 7 * 24 * 3600
-MOST_THREADS = 1024
-MOST_BLOCKS = 2**31 - 1  # block numbers are int32
-MOST_GIB = 2**20
-MOST_SEQS = 2**16
-MOST_TOKENS = 2**24  # of one step
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CANNOT_WORK = 75  # exit code: not on this machine
 

@@ -4,6 +4,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Above them no machine gains, and threads or tables fail in ways that no message explains.
+MOST_THREADS = 1024
+MOST_SEQS = 2**16
+MOST_TOKENS = 2**24  # of one step
+MOST_BLOCKS = 2**31 - 1  # block numbers are int32
+MOST_GIB = 2**20
+
 
 @dataclass(frozen=True)
 class Arg:

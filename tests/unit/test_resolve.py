@@ -41,6 +41,9 @@ def test_defaults_have_reasons(model):
             ["--no-enable-chunked-prefill", "512"],
         ),
         ({"cpu_threads": -2}, ["--cpu-threads"]),
+        ({"cpu_threads": 100_000}, ["--cpu-threads 100000", "1024"]),
+        ({"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9}, ["--max-num-seqs 1000000000"]),
+        ({"max_num_batched_tokens": 10**9}, ["--max-num-batched-tokens 1000000000"]),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(model, settings, words):
@@ -61,6 +64,23 @@ def test_max_model_len_shrinks_to_the_cache_only_if_auto(model):
     with pytest.raises(ConfigError, match="--max-model-len 160") as caught:
         decide_num_blocks(resolved, fixed, model)
     assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "code"),
+    [
+        ({"num_blocks": 10**12}, "--num-blocks 1000000000000: expected", 2),
+        ({"kv_cache_gib": 1e9}, "--kv-cache-gib 1000000000.0: expected", 2),
+        ({"kv_cache_gib": float("nan")}, "--kv-cache-gib nan: expected", 2),
+        ({"num_blocks": 2 * 10**9}, r"--num-blocks 2000000000: .* GiB, and .* GiB are free", 75),
+        ({"kv_cache_gib": 1e6}, r"--kv-cache-gib 1e\+06: .* 1000000.00 GiB, and .* are free", 75),
+    ],
+)
+def test_a_cache_beyond_the_machine_is_refused_with_the_figures(model, settings, words, code):
+    config = EngineConfig(device="cpu", **settings)
+    with pytest.raises(ConfigError, match=words) as caught:
+        decide_num_blocks(resolve(config, model), config, model)
+    assert caught.value.exit_code == code
 
 
 def test_model_of_one_position_is_refused(model):
