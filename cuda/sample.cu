@@ -12,7 +12,7 @@
 //                              Only groups that reach it are read again; the few tokens found are
 //                              sorted, cut and drawn from.
 //                     else     (a large top_k, or a flat row under top_p) histograms over the row
-//                              close in on the cut, then one pass draws from what is left.
+//                              close in on the cut, then the row is drawn from.
 //
 // A draw first bounds every score with the token's coarse noise. The exact noise, logarithms in double,
 // is computed only for the few rivals whose bound reaches the best lower bound.
@@ -122,7 +122,6 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS, SAMPLING_CLASS == 2 
     const RowParams* __restrict__ params, i64 stride, int vocab_size, int is_aligned)
 {
   __shared__ u64 shared_best[SLICE_THREADS / 32];
-  static_assert(OCTETS_PER_THREAD == 2, "a rival's octet is one of two");
   const int index = blockIdx.y;
   const Row row =
       row_of(index, logits, stride, masks, rows, positions, params, vocab_size, is_aligned);

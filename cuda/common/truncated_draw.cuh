@@ -25,6 +25,7 @@ constexpr double MASS_UNITS = 1099511627776.0;  // 2**40 for a weight of 1
 
 // Candidates to ask for: top_k, or this many for top_p and min_p alone, and more if they do not tell.
 constexpr int TOP_P_BUDGET = 256, BUDGET_GROWTH = 4, MAX_BUDGET = 1024;
+
 struct Histogram {
   u32 count[BINS], mass_low[BINS], mass_high[BINS];
 };
