@@ -13,6 +13,7 @@ from engine.ops import jit, paged_decode, paged_prefill, plan_decode
 from engine.ops.plan_decode import DecodePlan, PlanLimits
 from tests.kernels.paged_attention_cases import (
     FP8,
+    NEVER_SPLIT,
     Context,
     Decoder,
     Heads,
@@ -86,7 +87,7 @@ def kernels_built_together() -> None:
 
 
 def on_gpu(heads: Heads, lens: Sequence[int]) -> Context:
-    return make_context(heads, list(lens)).to("cuda")
+    return make_context(heads, list(lens), "cuda")
 
 
 def run_prefill(
@@ -103,22 +104,22 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("heads", ALL, ids=str)
-@pytest.mark.parametrize("slots", [1, 2000], ids=["unsplit", "split"])
-def test_decode(heads: Heads, slots: int) -> None:
-    decoder = Decoder(on_gpu(heads, LENS), limits_of(heads, slots))
+@pytest.mark.parametrize("item_tokens", [NEVER_SPLIT, 96], ids=["unsplit", "split"])
+def test_decode(heads: Heads, item_tokens: int) -> None:
+    decoder = Decoder(on_gpu(heads, LENS), limits_of(heads, 2000, item_tokens=item_tokens))
     for _ in range(2):  # twice: the first call must leave scratch usable
         decoder.out.fill_(float("nan"))
         decoder.attend()
         decoder.check()
     parts = decoder.plan.items[: int(decoder.plan.num_items), 4]
-    assert bool((parts >= 0).any()) == (slots > 1)
+    assert bool((parts >= 0).any()) == (item_tokens != NEVER_SPLIT)
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 64, 500, 10_000])
 @pytest.mark.parametrize("heads", [VARIANTS[1], VARIANTS[9], VARIANTS[16]], ids=str)
 def test_decode_in_a_window(heads: Heads, window: int) -> None:
-    for slots in (1, 2000):
-        decoder = Decoder(on_gpu(heads, LENS), limits_of(heads, slots))
+    for item_tokens in (NEVER_SPLIT, 96):
+        decoder = Decoder(on_gpu(heads, LENS), limits_of(heads, 2000, item_tokens=item_tokens))
         decoder.attend(window)
         decoder.check(window)
 
@@ -302,13 +303,14 @@ def test_a_token_does_not_depend_on_how_its_prompt_is_cut(heads: Heads, window: 
     assert not len(different), f"differs at (token, head, column) {different[:5].tolist()}"
 
 
-def test_decode_and_prefill_agree() -> None:
+def test_one_query_takes_either_kernel() -> None:
     heads = Heads(128, 4, 8, block_size=64)
     decoder = Decoder(on_gpu(heads, [700, 33, 1]), limits_of(heads, 264))
     decoder.attend()
+    decoder.check()
     out = nan_output(decoder.q)
     run_prefill(decoder.context, decoder.q, [1, 1, 1], out)
-    assert_close(out, decoder.out.float(), "prefill against decode")
+    check_prefill(decoder.context, decoder.q, [1, 1, 1], out, None)
 
 
 # --- backend ---

@@ -3,7 +3,7 @@
 What no row may read is NaN: unused blocks, and what follows a row's last token in its last block.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,10 +68,6 @@ class Context:
     block_table: Tensor
     rows: Tensor  # int32 [B]
 
-    def to(self, device: torch.device | str) -> "Context":
-        moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
-
     def keys_and_values(self, row: int) -> tuple[Tensor, Tensor]:
         """float32 [num_heads, len, D] each, scaled."""
         count = -(-self.lens[row] // self.heads.block_size)
@@ -103,15 +99,17 @@ class Context:
         return (weights @ values).transpose(0, 1)
 
 
-def make_context(heads: Heads, lens: list[int], num_blocks: int = 0, columns: int = 0) -> Context:
+def make_context(heads: Heads, lens: list[int], device: torch.device | str = "cpu") -> Context:
     """Random keys and values for rows of `lens` tokens, on blocks placed at random."""
     counts = [-(-n // heads.block_size) for n in lens]
-    num_blocks = num_blocks or sum(counts) + 4
+    num_blocks = sum(counts) + 4
     shape = (num_blocks, heads.num_kv_heads, heads.block_size, heads.head_dim)
-    caches = [torch.randn(shape).to(heads.cache_dtype) for _ in range(2)]
-    table = torch.full((len(lens) + 3, columns or max(counts) + 2), num_blocks - 1).int()
+    caches = [torch.randn(shape, device=device).to(heads.cache_dtype) for _ in range(2)]
+    columns = max(counts) + 2
+    table = torch.full((len(lens) + 3, columns), num_blocks - 1, dtype=torch.int32, device=device)
     rows = 1 + torch.randperm(len(lens) + 2)[: len(lens)].int()
-    placement = 1 + torch.randperm(num_blocks - 2)  # block 0 is reserved, the last one never used
+    # block 0 is reserved, the last one stands where no row of the table may be read
+    placement = (1 + torch.randperm(num_blocks - 2)).to(device)
     nan = NAN_BYTE[heads.cache_dtype.itemsize]
     used = 0
     for row, count, n in zip(rows.tolist(), counts, lens, strict=True):
@@ -124,7 +122,7 @@ def make_context(heads: Heads, lens: list[int], num_blocks: int = 0, columns: in
     for cache in caches:
         cache.view(torch.uint8)[placement[used:]] = nan
         cache.view(torch.uint8)[-1] = nan
-    return Context(heads, lens, caches[0], caches[1], table, rows)
+    return Context(heads, lens, caches[0], caches[1], table, rows.to(device))
 
 
 def make_queries(heads: Heads, num_tokens: int, device: torch.device | str) -> Tensor:
@@ -138,9 +136,14 @@ def nan_output(q: Tensor) -> Tensor:
     return torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
 
 
-def limits_of(heads: Heads, slots: int, is_fixed: bool = False) -> PlanLimits:
+NEVER_SPLIT = 1 << 20  # an item costs more than any row
+
+
+def limits_of(
+    heads: Heads, slots: int, is_fixed: bool = False, item_tokens: int = 96
+) -> PlanLimits:
     blocks = paged_decode.blocks_per_item(heads.num_heads, heads.num_kv_heads)
-    return PlanLimits(blocks, slots, is_fixed, max_tokens=8192)
+    return PlanLimits(blocks, slots, is_fixed, max_tokens=8192, item_tokens=item_tokens)
 
 
 class Decoder:
