@@ -202,6 +202,9 @@ class EngineClient:
         try:
             self._send(message)
             return await future
+        except asyncio.CancelledError:  # the client has gone
+            self._send(Abort(req_ids=[call_id]))
+            raise
         finally:
             del self._calls[call_id]
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.api.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from tokenizer_proc.bound import TokenBound
 from tokenizer_proc.chat import ChatRenderer
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.loading import Tokenizer
@@ -29,32 +30,39 @@ class Encoder:
     each time, which threads cannot do at once.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, bound: TokenBound | None = None) -> None:
         self.backend = tokenizer.backend_tokenizer
         self.bos_token: str | None = tokenizer.bos_token
+        self.bound = bound
         self.chat = ChatRenderer(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
         return self.chat.has_template
 
-    def encode(self, prompt: Prompt) -> EncodedPrompt:
-        """Raises PromptError for messages the template refuses and for text that is not Unicode."""
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> EncodedPrompt:
+        """Raises PromptError for messages the template refuses and for text that is not Unicode.
+
+        Also for text whose mere length shows that it has more than `max_tokens` tokens.
+        """
         if isinstance(prompt, TokenPrompt):
             return EncodedPrompt(np.frombuffer(prompt.token_ids, dtype="<i4"), None)
         if isinstance(prompt, TextPrompt):
-            return self._encode_text(prompt.text, prompt.add_special_tokens, "prompt")
+            return self._encode_text(prompt.text, prompt.add_special_tokens, "prompt", max_tokens)
         text = self.chat.render(prompt)
         has_bos = bool(self.bos_token) and text.startswith(str(self.bos_token))
-        return self._encode_text(text, prompt.add_special_tokens and not has_bos, "messages")
+        add_special_tokens = prompt.add_special_tokens and not has_bos
+        return self._encode_text(text, add_special_tokens, "messages", max_tokens)
 
     def decode(self, token_ids: list[int]) -> str:
         """The whole text, special tokens as their names."""
         return self.backend.decode(token_ids, skip_special_tokens=False)
 
-    def _encode_text(self, text: str, add_special_tokens: bool, param: str) -> EncodedPrompt:
+    def _encode_text(
+        self, text: str, add_special_tokens: bool, param: str, max_tokens: int | None
+    ) -> EncodedPrompt:
         try:
-            text.encode()
+            utf8 = text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(
                 400,
@@ -62,6 +70,17 @@ class Encoder:
                 f"{param} has a lone surrogate at character {error.start}, which no text can hold",
                 param,
             ) from error
+        if max_tokens is not None and self.bound is not None:
+            at_least = self.bound.least_tokens(utf8)
+            if at_least > max_tokens:
+                raise PromptError(
+                    400,
+                    "context_length_exceeded",
+                    f"the prompt has {len(utf8)} bytes, hence at least {at_least} tokens, but the "
+                    f"maximum context length is {max_tokens} tokens, prompt and completion "
+                    f"together; shorten the prompt",
+                    param,
+                )
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return EncodedPrompt(np.array(ids, dtype=np.int32), text)
 

@@ -45,6 +45,7 @@ from engine.api.messages import (
     decoder,
     encoder,
 )
+from tokenizer_proc.bound import token_bound
 from tokenizer_proc.encode import Encoder, check_token_ids
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.loading import Tokenizer, check_fits_model
@@ -69,10 +70,10 @@ class TokenizerLoop:
         self.tokenizer = tokenizer
         self.epoch = epoch
         self.default_seed = default_seed
-        self.prompts = Encoder(tokenizer)
         self.vocabulary = Vocabulary(tokenizer)
+        self.prompts = Encoder(tokenizer, token_bound(self.vocabulary))
         self.output = OutputProcessor(self.vocabulary)
-        self.encoding: set[int] = set()  # ids of requests whose prompt is being encoded
+        self.encoding: set[int] = set()  # ids of requests and calls that wait for a thread
         self.limits: EngineLimits | None = None  # known once the engine said hello
         self.stopping = False
 
@@ -179,8 +180,8 @@ class TokenizerLoop:
         assert self.limits is not None
         limits = self.limits
         if isinstance(message, Generate):
-            self.encoding.update(choice_ids(message))
             self._start(
+                choice_ids(message),
                 lambda: prepare(self.prompts, message, limits, self.default_seed),
                 lambda result: self._on_prepared(message, result),
             )
@@ -188,11 +189,13 @@ class TokenizerLoop:
             self._on_abort(message.req_ids)
         elif isinstance(message, Tokenize):
             self._start(
+                range(message.call_id, message.call_id + 1),
                 lambda: self._tokenize(message, limits),
                 lambda result: self._reply_to_call(message.call_id, result),
             )
         else:
             self._start(
+                range(message.call_id, message.call_id + 1),
                 lambda: self._detokenize(message, limits),
                 lambda result: self._reply_to_call(message.call_id, result),
             )
@@ -259,6 +262,9 @@ class TokenizerLoop:
     def _reply_to_call(
         self, call_id: int, result: TokenizeResult | DetokenizeResult | PromptError
     ) -> None:
+        if call_id not in self.encoding:
+            return
+        self.encoding.remove(call_id)
         if isinstance(result, PromptError):
             error = result
             self._send(
@@ -274,10 +280,19 @@ class TokenizerLoop:
         else:
             self._send(self.replies, result)
 
-    def _start(self, work: Callable[[], T], done: Callable[[T | PromptError], None]) -> None:
-        """Run `work` in the pool, then `done` with its result in the loop's thread."""
+    def _start(
+        self, ids: range, work: Callable[[], T], done: Callable[[T | PromptError], None]
+    ) -> None:
+        """Run `work` in the pool, then `done` with its result in the loop's thread.
+
+        Neither runs if all of `ids`, which are put into `encoding`, are aborted before a thread is
+        free.
+        """
+        self.encoding.update(ids)
 
         def job() -> None:
+            if self.encoding.isdisjoint(ids):
+                return
             result: T | PromptError
             try:
                 result = work()

@@ -28,7 +28,7 @@ def prepare(
     """
     params = generate.params
     check_param_ids(params, limits.vocab_size)
-    prompt = encoder.encode(generate.prompt)
+    prompt = encoder.encode(generate.prompt, limits.max_model_len)
     check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(generate.prompt))
     max_tokens = resolve_max_tokens(len(prompt), params, limits, prompt_param(generate.prompt))
     token_ids = prompt.token_ids.tobytes()

@@ -60,7 +60,7 @@ class Generate(Message):
 
 
 class Abort(Message):
-    req_ids: list[int]
+    req_ids: list[int]  # or ids of calls
 
 
 class Tokenize(Message):

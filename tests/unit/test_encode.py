@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from engine.api.hashing import block_names
 from engine.api.messages import (
@@ -14,11 +15,13 @@ from engine.api.messages import (
     encoder,
 )
 from engine.api.sampling import SamplingParams, choice_seed
-from tests.unit.tokenizers_for_tests import byte_fallback, byte_level, save
+from tests.unit.tokenizers_for_tests import byte_fallback, byte_level, save, word_piece
+from tokenizer_proc.bound import TokenBound, token_bound
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.errors import PromptError, TokenizerLoadError
 from tokenizer_proc.loading import check_fits_model, load_tokenizer, vocabulary_size
 from tokenizer_proc.prepare import prepare
+from tokenizer_proc.vocabulary import Vocabulary
 
 TOKENIZER = byte_level()
 ENCODER = Encoder(TOKENIZER)
@@ -148,6 +151,47 @@ def test_too_many_tokens_asked_for_names_what_would_fit():
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "max_tokens")
     for number in ("32", "20", "13", "12"):
         assert number in error.message
+
+
+class Refusing:
+    """Stands for the Rust tokenizer where it must not be asked."""
+
+    def encode(self, text, add_special_tokens):
+        raise AssertionError("encoded, although it can never fit")
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_encoded():
+    bound = token_bound(Vocabulary(TOKENIZER))
+    assert bound == TokenBound(14)
+    encoder = Encoder(TOKENIZER, bound)
+    encoder.backend = Refusing()
+    text = "é" * (16 * 14 + 1)  # two bytes each: 32 of the longest tokens, and two bytes more
+    error = error_of(TextPrompt(text=text), encoder=encoder)
+    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+    assert "at least 33 tokens" in error.message
+    assert error_of(chat(text), encoder=encoder).param == "messages"
+    with pytest.raises(AssertionError):
+        make(TextPrompt(text=text[1:]), encoder=encoder)
+
+
+def test_the_bound_allows_for_text_that_makes_no_tokens():
+    assert token_bound(Vocabulary(byte_fallback())) == TokenBound(10)
+    assert token_bound(Vocabulary(word_piece())) is None
+    composing, folding, greedy, splitting, lacking = (byte_level() for _ in range(5))
+    composing.backend_tokenizer.normalizer = normalizers.NFC()
+    assert token_bound(Vocabulary(composing)) == TokenBound(4 * 14)
+    folding.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.StripAccents()])
+    greedy.backend_tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
+    splitting.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for tokenizer in (folding, greedy, splitting):
+        assert token_bound(Vocabulary(tokenizer)) is None
+    vocab = {name: i for name, i in TOKENIZER.get_vocab().items() if len(name) == 1 and name != "~"}
+    lacking.backend_tokenizer.model = models.BPE(vocab=vocab, merges=[])
+    bound = token_bound(Vocabulary(lacking))
+    assert bound.dropped == b"~"
+    assert bound.least_tokens(b"~" * 1000) == len(lacking.encode("~" * 1000)) == 0
 
 
 def test_a_chat_too_long_blames_the_messages():

@@ -92,7 +92,7 @@ class Neighbours:
         return self._receive(self.submit, Submit, kind, timeout)
 
     def _receive(self, socket, union, kind, timeout):
-        assert socket.poll(timeout * 1000), f"no {kind.__name__} came"
+        assert socket.poll(timeout * 1000), f"no {kind} came"
         message = decoder(union).decode(socket.recv())
         assert isinstance(message, kind), message
         return message
@@ -208,9 +208,9 @@ def test_an_abort_at_any_point_leaves_nothing_and_sends_no_terminal(served, phas
     may_encode, has_encoded = threading.Event(), threading.Event()
     encode = loop.prompts.encode
 
-    def slow_encode(prompt):
+    def slow_encode(prompt, max_tokens):
         assert may_encode.wait(20)
-        encoded = encode(prompt)
+        encoded = encode(prompt, max_tokens)
         has_encoded.set()
         return encoded
 
@@ -244,12 +244,40 @@ def test_an_abort_at_any_point_leaves_nothing_and_sends_no_terminal(served, phas
     assert is_empty(loop)
 
 
+def test_what_is_aborted_before_a_thread_is_free_is_never_encoded(served, monkeypatch):
+    loop, net = served
+    may_encode, encoded = threading.Event(), []
+    encode = loop.prompts.encode
+
+    def slow_encode(prompt, max_tokens=None):
+        encoded.append(prompt.text)
+        assert may_encode.wait(20)
+        return encode(prompt, max_tokens)
+
+    monkeypatch.setattr(loop.prompts, "encode", slow_encode)
+    net.to_tokenizer(generate(1, "busy"))
+    net.to_tokenizer(generate(2, "busy"))
+    wait_until(lambda: len(encoded) == 2)
+    net.to_tokenizer(generate(3, "gone", n=2))
+    net.to_tokenizer(Tokenize(call_id=5, prompt=TextPrompt(text="gone")))
+    net.to_tokenizer(generate(6, "one choice gone", n=2))
+    net.to_tokenizer(Abort(req_ids=[3, 4, 5, 6]))
+    net.to_tokenizer(Tokenize(call_id=8, prompt=TextPrompt(text="last")))
+    wait_until(lambda: loop.encoding == {1, 2, 7, 8})
+    may_encode.set()
+    replies = [net.reply(Accepted | TokenizeResult) for _ in range(4)]
+    assert {r.req_id for r in replies if isinstance(r, Accepted)} == {1, 2, 6}
+    assert encoded == ["busy", "busy", "one choice gone", "last"]
+    assert {net.submitted(AddRequest).req_id for _ in range(3)} == {1, 2, 7}
+    assert not loop.encoding
+
+
 def test_a_choice_aborted_while_encoding_is_not_submitted_and_the_others_are(served, monkeypatch):
     loop, net = served
     may_encode = threading.Event()
     encode = loop.prompts.encode
     monkeypatch.setattr(
-        loop.prompts, "encode", lambda prompt: may_encode.wait(20) and encode(prompt)
+        loop.prompts, "encode", lambda prompt, limit: may_encode.wait(20) and encode(prompt, limit)
     )
     net.to_tokenizer(generate(1, n=3))
     net.to_tokenizer(Abort(req_ids=[2]))
@@ -280,10 +308,10 @@ def test_an_unexpected_failure_is_a_500_and_the_process_lives(served, monkeypatc
     loop, net = served
     encode = loop.prompts.encode
 
-    def fail(prompt):
+    def fail(prompt, max_tokens):
         if prompt == TextPrompt(text="boom"):
             raise BaseException("the Rust side panicked")
-        return encode(prompt)
+        return encode(prompt, max_tokens)
 
     monkeypatch.setattr(loop.prompts, "encode", fail)
     net.to_tokenizer(generate(1, "boom"))
