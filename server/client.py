@@ -199,6 +199,7 @@ class EngineClient:
         assert self._loop is not None
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call_id] = future
+        self._update_has_work()
         try:
             self._send(message)
             return await future
@@ -207,6 +208,7 @@ class EngineClient:
             raise
         finally:
             del self._calls[call_id]
+            self._update_has_work()
 
     def _reserve_ids(self, n: int) -> int:
         first = self._next_id
@@ -221,9 +223,11 @@ class EngineClient:
         if choice is not None:
             if not choice.started_ns:
                 self._num_queued -= 1
-            if not self._choices:
-                self.status.set_has_work(False)
+            self._update_has_work()
         return choice
+
+    def _update_has_work(self) -> None:
+        self.status.set_has_work(bool(self._choices or self._calls))
 
     # --- messages -----------------------------------------------------------------------------------
 
@@ -250,6 +254,7 @@ class EngineClient:
 
     def _read_reply(self, frame: bytes) -> None:
         message = self._replies_decoder.decode(frame)
+        self.status.on_reply()
         self._on_reply[type(message)](message)
 
     def _read_state(self, frame: bytes) -> None:
@@ -258,7 +263,7 @@ class EngineClient:
             self.status.on_state(message)
         elif isinstance(message, EngineStats):
             self.metrics.engine_stats(self.status.stats, message)
-            self.status.stats = message
+            self.status.on_stats(message)
         elif isinstance(message, EngineFailed):
             self.status.failure = message
 

@@ -43,8 +43,7 @@ class EngineStatus:
     dead_reason: str = ""
     rss_bytes: int = 0
     heartbeat_at: float = 0.0
-    loop_count: int = -1
-    progress_at: float = 0.0  # when loop_count last changed, or work last began
+    progress_at: float = 0.0  # when a reply came or a prompt was computed, or work last began
     changed_at: float = field(default_factory=time.time)  # unix time of the last change of status
     has_work: bool = False
 
@@ -58,17 +57,27 @@ class EngineStatus:
         self.rss_bytes = state.rss_bytes
         self.phase = PHASE_NAMES[state.phase]
         self.progress, self.detail = state.progress, state.detail
-        if state.loop_count != self.loop_count:
-            self.loop_count = state.loop_count
-            self.progress_at = now
         serving = state.phase is Phase.SERVING
         if serving != self.is_serving:
             self.is_serving = serving
             self.progress_at = now
             self.changed_at = time.time()
 
+    def on_stats(self, stats: EngineStats) -> None:
+        """Steps that only compute prompts bring no reply. Steps that generate tokens must."""
+        before = self.stats
+        if before is None or (
+            stats.steps != before.steps and stats.generation_tokens == before.generation_tokens
+        ):
+            self.progress_at = time.monotonic()
+        self.stats = stats
+
+    def on_reply(self) -> None:
+        """Proof that tokenizer_proc works, and mostly the engine as well."""
+        self.progress_at = time.monotonic()
+
     def set_has_work(self, has_work: bool) -> None:
-        """Stalls count only while there is work: an idle loop may sleep."""
+        """Stalls count only while there is work: without any, nothing need come."""
         if has_work and not self.has_work:
             self.progress_at = time.monotonic()
         self.has_work = has_work
@@ -100,7 +109,10 @@ class EngineStatus:
             return Verdict("stalled", reason, time.time() - silence)
         standstill = now - self.progress_at
         if self.has_work and standstill > self.stall_timeout_s:
-            reason = f"requests are waiting and the step loop has not moved for {standstill:.0f} s"
+            reason = (
+                f"requests are waiting, but neither engine nor tokenizer has done anything for them "
+                f"for {standstill:.0f} s"
+            )
             return Verdict("stalled", reason, time.time() - standstill)
         return Verdict("ok")
 

@@ -86,6 +86,7 @@ class FakeBackend(threading.Thread):
         self.finished: set[int] = set()
         self.call_error: tuple[int, str, str] | None = None  # status, code, message for calls
         self.tokenizes: list[Tokenize] = []
+        self.hold_calls = False  # never answer Tokenize
         self._due: list[tuple[float, int, Any]] = []  # (time, order, message)
         self._order = 0
         self._stop_requested = threading.Event()
@@ -184,6 +185,8 @@ class FakeBackend(threading.Thread):
             )
         elif isinstance(message, Tokenize):
             self.tokenizes.append(message)
+            if self.hold_calls:
+                return
             text = message.prompt.text if isinstance(message.prompt, TextPrompt) else "chat"
             result = TokenizeResult(
                 call_id=message.call_id,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -289,24 +290,58 @@ async def stalled_site() -> AsyncIterator[Site]:
 
 
 async def test_health_sees_a_standstill_only_while_there_is_work(stalled_site: Site) -> None:
-    status = stalled_site.service.client.status
+    site, status = stalled_site, stalled_site.service.client.status
+    site.backend.stats(steps=5, generation_tokens=5)
+    await eventually(lambda: status.stats is not None)
+
+    async def health_after_a_while() -> int:
+        status.progress_at -= 5
+        return (await site.get("/health"))[0]
+
+    assert await health_after_a_while() == 200, "there is nothing to do"
+    site.backend.script = lambda g: Script(hold="decode")
+    task = asyncio.create_task(site.post(TEXT, {"prompt": "x"}))
+    await eventually(lambda: site.service.client.num_live == 1)
+    assert (await site.get("/health"))[0] == 200, "work has only begun"
+    await eventually(lambda: len(site.backend.generates) == 1 and not site.backend._due)
+    await asyncio.sleep(0.05)
     status.progress_at -= 5
-    assert (await stalled_site.get("/health"))[0] == 200, "an idle loop may sleep"
-    stalled_site.backend.script = lambda g: Script(hold="decode")
-    task = asyncio.create_task(stalled_site.post(TEXT, {"prompt": "x"}))
-    await eventually(lambda: stalled_site.service.client.num_live == 1)
-    assert (await stalled_site.get("/health"))[0] == 200, "work has only begun"
-    status.progress_at -= 5
-    code, body = await stalled_site.get("/health")
+    code, body = await site.get("/health")
     assert (code, body["status"]) == (503, "stalled")
-    stalled_site.backend.state(Phase.SERVING, 1.0, loop_count=2)
-    await eventually(lambda: status.loop_count == 2)
-    assert (await stalled_site.get("/health"))[0] == 200
+    assert "tokenizer" in body["reason"]
+
+    # An engine that idles proves nothing, nor one whose tokens reach nobody.
+    site.backend.state(Phase.SERVING, 1.0, loop_count=2)
+    site.backend.stats(steps=6, generation_tokens=6)
+    await eventually(lambda: status.stats is not None and status.stats.steps == 6)
+    assert (await site.get("/health"))[0] == 503
+    site.backend.stats(steps=7, generation_tokens=6, prompt_tokens=100)
+    await eventually(lambda: status.stats is not None and status.stats.steps == 7)
+    assert (await site.get("/health"))[0] == 200, "a long prompt is being computed"
+    assert await health_after_a_while() == 503
+    site.backend.send("replies", Deltas(req_ids=[], texts=[], counts=[], finished=[]))
+    await eventually(lambda: time.monotonic() - status.progress_at < 1)
+    assert (await site.get("/health"))[0] == 200
+
     status.heartbeat_at -= 60
-    code, body = await stalled_site.get("/health")
+    code, body = await site.get("/health")
     assert (code, body["status"]) == (503, "stalled")
     assert "heartbeat" in body["reason"]
     task.cancel()
+
+
+async def test_calls_are_work_too(stalled_site: Site) -> None:
+    status = stalled_site.service.client.status
+    stalled_site.backend.hold_calls = True
+    task = asyncio.create_task(stalled_site.post("/tokenize", {"prompt": "x"}))
+    await eventually(lambda: len(stalled_site.backend.tokenizes) == 1)
+    status.progress_at -= 5
+    assert (await stalled_site.get("/health"))[0] == 503
+    call_id = stalled_site.backend.tokenizes[0].call_id
+    task.cancel()
+    await eventually(lambda: not status.has_work)
+    assert (await stalled_site.get("/health"))[0] == 200
+    await eventually(lambda: stalled_site.backend.aborted == {call_id})
 
 
 async def test_dead_engine(site: Site) -> None:
