@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.api.config import ConfigError
-from engine.layers.rope_config import RopeConfig
+from engine.layers.rope_config import MOST_POSITIONS, RopeConfig, in_range
 from engine.models import ARCHITECTURES
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILE = "model.safetensors"
+# Far beyond any model: a damaged config.json is to be told from a large model.
+MOST_LAYERS = 2**12
+MOST_WIDTH = 2**20
+MOST_TOKENS = 2**24  # of the vocabulary
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
@@ -64,7 +68,7 @@ class ModelConfig:
     def from_dict(
         cls, raw: dict[str, Any], generation: dict[str, Any], path: str, where: str
     ) -> "ModelConfig":
-        """Check the contents of config.json and generation_config.json; `where` names them in errors."""
+        """Check the contents of config.json (`where` in errors) and of generation_config.json."""
         reject_quantization(raw, where)
         hidden_size = positive_int(raw, "hidden_size", where)
         num_heads = positive_int(raw, "num_attention_heads", where)
@@ -83,25 +87,35 @@ class ModelConfig:
                 f"{where}: hidden_act {hidden_act!r} is not supported; supported: "
                 f"{', '.join(ACTIVATIONS)}"
             )
-        positions = positive_int(raw, "max_position_embeddings", where)
+        positions = positive_int(raw, "max_position_embeddings", where, most=MOST_POSITIONS)
         rope = RopeConfig.from_dict(raw, head_dim, positions, where)
-        eos_token_ids = [*as_ids(generation.get("eos_token_id")), *as_ids(raw.get("eos_token_id"))]
+        max_model_len = rope.max_positions(positions)
+        if max_model_len > MOST_POSITIONS:
+            raise ConfigError(
+                f"{where}: max_position_embeddings {positions} and rope factor {rope.factor:g} make "
+                f"{max_model_len} positions; at most {MOST_POSITIONS} can be served"
+            )
+        if raw.get("sliding_window"):
+            positive_int(raw, "sliding_window", where, most=2**31 - 1)
+        beside = str(Path(path) / "generation_config.json")
+        eos_token_ids = token_ids(generation, "eos_token_id", beside)
+        eos_token_ids += token_ids(raw, "eos_token_id", where)
         return cls(
             path=path,
             architecture=choose_architecture(raw, where),
             hidden_size=hidden_size,
             intermediate_size=positive_int(raw, "intermediate_size", where),
-            num_layers=positive_int(raw, "num_hidden_layers", where),
+            num_layers=positive_int(raw, "num_hidden_layers", where, most=MOST_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            vocab_size=positive_int(raw, "vocab_size", where),
-            max_model_len=rope.max_positions(positions),
+            vocab_size=positive_int(raw, "vocab_size", where, most=MOST_TOKENS),
+            max_model_len=max_model_len,
             eos_token_ids=list(dict.fromkeys(eos_token_ids)),
-            bos_token_id=next(iter(as_ids(raw.get("bos_token_id"))), None),
+            bos_token_id=next(iter(token_ids(raw, "bos_token_id", where)), None),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=in_range(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where, 0, 1),
             rope=rope,
             raw=raw,
         )
@@ -129,6 +143,8 @@ def read_json(file: Path, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         contents = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{file}: cannot be read as JSON: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(contents, dict):
@@ -139,6 +155,8 @@ def read_json(file: Path, required: bool = True) -> dict[str, Any]:
 def choose_architecture(raw: dict[str, Any], where: str) -> str:
     """The first entry of `architectures` that can be served; raises ConfigError listing those."""
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{where}: architectures must be a list of names, got {names!r:.80}")
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
@@ -152,14 +170,17 @@ def reject_quantization(raw: dict[str, Any], where: str) -> None:
     """Quantized weights would load as nonsense; say so before anything else is looked at."""
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown")
+        is_object = isinstance(quantization, dict)
+        method = quantization.get("quant_method", "unknown") if is_object else quantization
         raise ConfigError(
             f"{where}: quantization method {method!r} is not supported yet; use the unquantized "
             "checkpoint, or a GGUF file, which is dequantized when loaded"
         )
 
 
-def positive_int(raw: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
+def positive_int(
+    raw: dict[str, Any], key: str, where: str, default: int | None = None, most: int = MOST_WIDTH
+) -> int:
     """`raw[key]`, or `default` where the key is absent or null. Raises ConfigError naming the key."""
     value = raw.get(key)
     if value is None:
@@ -168,13 +189,19 @@ def positive_int(raw: dict[str, Any], key: str, where: str, default: int | None 
         raise ConfigError(f"{where}: {key} is missing; is this the config of a language model?")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{where}: {key} must be a positive integer, got {value!r:.80}")
+    if value > most:
+        raise ConfigError(f"{where}: {key} is {value}, more than any model has; at most {most}")
     return value
 
 
-def as_ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
+def token_ids(raw: dict[str, Any], key: str, where: str) -> list[int]:
+    """`raw[key]`, one id or a list of them, as a list. Raises ConfigError naming the key."""
+    value = raw.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for one in ids:
+        if isinstance(one, bool) or not isinstance(one, int) or abs(one) > MOST_TOKENS:
+            raise ConfigError(f"{where}: {key} must be a token id or a list, got {value!r:.80}")
+    return list(ids)
 
 
 def find_weight_files(path: str) -> list[str]:

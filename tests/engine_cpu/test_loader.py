@@ -101,6 +101,20 @@ def test_missing_config(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 is no multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
+        ({"architectures": 5}, "architectures must be a list of names, got 5"),
+        ({"architectures": [["x"]]}, "architectures must be a list of names, got [['x']]"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list of names, got 'Llama"),
+        ({"quantization_config": "awq"}, "quantization method 'awq' is not"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list, got 'x'"),
+        ({"bos_token_id": [1.5]}, "bos_token_id must be a token id or a list, got [1.5]"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number from 0 to 1, got 'x'"),
+        ({"sliding_window": "x"}, "sliding_window must be a positive integer, got 'x'"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000, more than any model has"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, more"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 1e6}},
+            "max_position_embeddings 512 and rope factor 1e+06 make 512000000 positions",
+        ),
     ],
 )
 def test_config_that_cannot_be_served(
@@ -112,7 +126,15 @@ def test_config_that_cannot_be_served(
     assert expected in message
 
 
+def test_generation_config_that_cannot_be_served(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    message = error_of(lambda: ModelConfig.from_directory(str(model_dir)))
+    assert message.startswith(f"{model_dir}/generation_config.json: eos_token_id must be")
+
+
 def test_malformed_config(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text("[" * 100_000)
+    assert "nested too deeply" in error_of(lambda: ModelConfig.from_directory(str(model_dir)))
     (model_dir / "config.json").write_text('{"architectures": [')
     assert "cannot be read as JSON" in error_of(lambda: ModelConfig.from_directory(str(model_dir)))
     (model_dir / "config.json").write_text("[]")

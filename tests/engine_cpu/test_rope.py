@@ -1,5 +1,6 @@
 """Rotary settings: both spellings, every kind's frequencies, and errors that name what is wrong."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ FACTORS = {
     "short_factor": [1.0 + 0.01 * i for i in range(HEAD_DIM // 2)],
     "long_factor": [1.0 + 0.5 * i for i in range(HEAD_DIM // 2)],
 }
+ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -121,6 +123,26 @@ def test_positions_that_can_be_served(scaling: dict[str, Any], want: int) -> Non
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "'llama3' needs low_freq_factor"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, r"needs short_factor with"),
+        ({"rope_theta": "x"}, r"rope_theta must be a number from 1 to .*, got 'x'"),
+        ({"rope_theta": math.inf}, "rope_theta must be a number"),
+        ({"rope_scaling": "x"}, "rope_scaling must be an object, got 'x'"),
+        ({"rope_scaling": {"type": ["x"]}}, "is not supported; supported: default, "),
+        *(
+            ({"rope_scaling": {"type": "linear", "factor": f}}, "factor must be a number from 1 to")
+            for f in (0, -2, 1e300, math.nan, True, "x")
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": -1}}, "beta_fast must be"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 0}},
+            "attention_factor",
+        ),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1}}, "high_freq_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", **FACTORS}, ORIGINAL: 1},
+            "original_max_position_embeddings must be a number from 2 to",
+        ),
+        ({"rope_scaling": {"type": "longrope", "short_factor": 5}}, "short_factor must be a list"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": ["x"]}}, "short_factor must be a n"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5 is not supported"),
     ],
 )
