@@ -227,6 +227,8 @@ def read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot be read: {reason}") from None
     try:
         values = tomllib.loads(text) if file.suffix == ".toml" else load_yaml(text)
+    except RecursionError:
+        raise ConfigError("it is nested too deeply") from None
     except ValueError as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     if values is None:

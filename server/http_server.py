@@ -28,6 +28,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
         )
     except OSError as error:
         raise ConfigError(f"--host {host}: no such address ({error.strerror})") from None
+    except UnicodeError:  # how Python says that a part between dots is empty or too long
+        raise ConfigError(f"--host {host:.80}: is neither an address nor a host name") from None
     sockets: list[socket.socket] = []
     problem: OSError | None = None
     for family, kind, protocol, _, address in dict.fromkeys(found):

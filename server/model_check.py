@@ -100,6 +100,8 @@ def read_object(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--model {file.parent}: no {file.name} in this directory")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{file}: cannot be read as JSON: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

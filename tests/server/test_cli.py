@@ -12,6 +12,7 @@ from engine.api.config import ConfigError
 from server import settings_check
 from server.cli import main, parse
 from server.config import VERSION
+from server.http_server import bind
 from server.model_check import check_model, sampling_defaults
 from server.settings_check import check_settings
 from tests.server.conftest import ROOT
@@ -135,6 +136,7 @@ def test_refused(argv: list[str], words: list[str]) -> None:
         (["--kv-cache-gib", "inf"], ["--kv-cache-gib inf"]),
         (["--kv-cache-gib", "nan"], ["--kv-cache-gib nan"]),
         (["--max-model-len", "inf"], ["--max-model-len inf", "8k"]),
+        (["--max-model-len", "1e400k"], ["--max-model-len 1e400k", "8k"]),
         (["--max-model-len", "infk"], ["--max-model-len infk", "8k"]),
         (["--max-model-len", "nan"], ["--max-model-len nan", "8k"]),
         (["--cpu-threads", "1000000"], ["--cpu-threads 1000000", "1024"]),
@@ -220,6 +222,24 @@ def test_bad_config_file(tmp_path: Path, text: str, words: str) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.yaml", "[" * 10_000), ("c.toml", "x = " + "[" * 10_000)]
+)
+def test_config_file_nested_too_deeply(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="nested too deeply") as caught:
+        parse(["--config", str(file)])
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 300, "\udcff"])
+def test_host_that_is_no_name(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host .*: is neither an address nor") as caught:
+        bind(host, 0)
+    assert caught.value.exit_code == 2
+
+
 @pytest.mark.parametrize("name", ["c.yaml", "c.toml"])
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
 def test_empty_config_file(tmp_path: Path, name: str, text: str) -> None:
@@ -295,6 +315,8 @@ def test_model_directory(tmp_path: Path) -> None:
     assert "and 2 more" in message
     (model / "config.json").write_text("{")
     assert "JSON" in refused(*argv)
+    (model / "config.json").write_text("[" * 100_000)
+    assert "nested too deeply" in refused(*argv)
     (model / "config.json").unlink()
     assert "no config.json" in refused(*argv)
 
