@@ -44,21 +44,38 @@ class Service:
                 retry_after=RETRY_LOADING_S,
             )
 
-    def check_queue(self) -> None:
-        if self.is_queue_full:
+    def check_queue(self, num_new: int) -> None:
+        """Raises ApiError unless `num_new` completions may join the queue.
+
+        429 if that may change; 400 if an empty server could not take them either.
+        """
+        limits = self.client.status.limits
+        most = self.config.max_queued_requests + (limits.max_num_seqs if limits else 0)
+        if num_new > most:
+            raise ApiError(
+                400,
+                "invalid_value",
+                f"This request asks for {num_new} completions (prompts times n), but the server "
+                f"takes at most {most} at once (--max-queued-requests and --max-num-seqs).",
+                "n",
+            )
+        if self.num_waiting + num_new > self.config.max_queued_requests:
             raise ApiError(
                 429,
                 "queue_full",
-                f"{self.client.num_queued} requests wait already "
+                f"{self.client.num_queued} requests wait already, and {num_new} more are too many "
                 f"(--max-queued-requests {self.config.max_queued_requests}).",
                 retry_after=RETRY_QUEUE_S,
             )
 
     @property
+    def num_waiting(self) -> int:
+        """Completions in the queue; negative by the number that an idle engine could start more."""
+        return self.client.num_queued - self.client.num_startable
+
+    @property
     def is_queue_full(self) -> bool:
-        """Requests that an idle engine is about to start are no queue."""
-        waiting = self.client.num_queued - self.client.num_startable
-        return waiting >= self.config.max_queued_requests
+        return self.num_waiting >= self.config.max_queued_requests
 
     def check_model(self, name: str | None) -> str:
         """The name to echo. Raises ApiError 404, listing the names that are served."""

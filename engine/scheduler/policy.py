@@ -1,6 +1,6 @@
 """Who runs next, and who gives way."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 from engine.request import Request, RequestStatus
@@ -28,30 +28,56 @@ def choose_victim(running: Iterable[Request]) -> Request:
 
 
 class WaitingQueue:
-    """Requests that wait, in order. Insertion and removal move pointers only: microseconds at 10,000."""
+    """Requests that wait, in order.
+
+    Removal costs no walk: the entry stays as an empty place, and places are swept away once they are
+    as many as the requests. Aborting 10,000 is then 10,000 searches, not 10,000 moved lists.
+    """
 
     def __init__(self) -> None:
         self._keys: list[QueueKey] = []
-        self._requests: list[Request] = []
+        self._requests: list[Request | None] = []  # None: removed
+        self._num_removed = 0
+        self._first = 0  # places before it are empty
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) - self._num_removed
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        return (request for request in self._requests if request is not None)
 
     def first(self) -> Request:
-        return self._requests[0]
+        """Raises IndexError if none waits."""
+        while (request := self._requests[self._first]) is None:
+            self._first += 1
+        return request
 
     def add(self, request: Request) -> None:
         key = queue_key(request)
-        index = bisect_left(self._keys, key)
+        index = bisect_right(self._keys, key)
         self._keys.insert(index, key)
         self._requests.insert(index, request)
+        self._first = min(self._first, index)
 
     def remove(self, request: Request) -> None:
         """Raises KeyError if the request does not wait here (with the status it has now)."""
-        index = bisect_left(self._keys, queue_key(request))
-        if index == len(self._requests) or self._requests[index] is not request:
-            raise KeyError(request.req_id)
-        del self._keys[index], self._requests[index]
+        index = self._index(request)
+        self._requests[index] = None
+        self._num_removed += 1
+        if 2 * self._num_removed >= len(self._keys):
+            self._sweep()
+
+    def _index(self, request: Request) -> int:
+        key = queue_key(request)
+        index = bisect_left(self._keys, key)
+        while index < len(self._keys) and self._keys[index] == key:
+            if self._requests[index] is request:
+                return index
+            index += 1  # an empty place: the request has been here before
+        raise KeyError(request.req_id)
+
+    def _sweep(self) -> None:
+        kept = [i for i, request in enumerate(self._requests) if request is not None]
+        self._keys = [self._keys[i] for i in kept]
+        self._requests = [self._requests[i] for i in kept]
+        self._num_removed = self._first = 0

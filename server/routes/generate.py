@@ -91,9 +91,9 @@ async def respond(
     request: web.Request, generation: Generation, fmt: Format, arrival_ns: int
 ) -> web.StreamResponse:
     service = request.app[SERVICE]
-    service.check_queue()
     limits = service.client.status.limits
     params = generation.options.params
+    service.check_queue(len(generation.prompts) * params.n)
     if limits is not None:
         check_vocabulary(params, limits.vocab_size)
     metrics = service.client.metrics

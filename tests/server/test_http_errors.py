@@ -373,6 +373,24 @@ async def test_burst_fills_the_engine_and_the_queue() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_one_request_cannot_pass_the_queue_limit() -> None:
+    async with running_site(max_queued_requests=10) as site:
+        site.backend.script = lambda g: Script(hold="queued")
+        most = LIMITS.max_num_seqs + 10
+        status, answer = await site.post(TEXT, {"prompt": ["x"] * (most + 1)})
+        assert (status, answer["error"]["code"]) == (400, "invalid_value"), "it can never be served"
+        assert f"at most {most}" in answer["error"]["message"]
+        first = asyncio.create_task(site.post(TEXT, {"prompt": ["x", "y"], "n": 4}))
+        await eventually(lambda: site.service.client.num_live == 8)
+        status, answer = await site.post(TEXT, {"prompt": ["x"] * 11})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        second = asyncio.create_task(site.post(TEXT, {"prompt": ["x"] * 5, "n": 2}))
+        await eventually(lambda: site.service.client.num_live == most)
+        for task in (first, second):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+
+
 async def test_a_bug_is_a_500_and_the_server_lives(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,15 +1,17 @@
 """The scheduler, one rule at a time, on the toy engine (which checks all KV on the way)."""
 
+import random
+
 import numpy as np
 import pytest
 
 from engine.api.messages import AbortReason, FinishReason
 from engine.api.sampling import SamplingParams
 from engine.plan import RowLogprobs, StepPlan, StepResult
-from engine.request import RequestStatus
+from engine.request import Request, RequestStatus
 from engine.scheduler.decisions import DecisionLog, Reason, StepRecord
 from engine.scheduler.draft import StepDraft
-from engine.scheduler.policy import WaitingQueue
+from engine.scheduler.policy import WaitingQueue, queue_key
 from engine.scheduler.scheduler import SchedulerConfig
 from tests.unit.test_kv_manager import make as make_request
 from tests.unit.toy_engine import EOS, MODEL_LEN, STOP_TOKEN, ToyEngine, undisturbed
@@ -177,6 +179,32 @@ def test_waiting_queue_keeps_order_and_finds_its_members():
     with pytest.raises(KeyError):
         queue.remove(requests[2])
     assert queue.first() is requests[1]
+
+
+def test_removal_from_the_waiting_queue_moves_nothing_until_half_is_empty():
+    queue, rng = WaitingQueue(), random.Random(1)
+    requests = [make_request([1], req_id=i) for i in range(200)]
+    for request in requests:
+        request.priority = rng.randrange(3)
+    inside: list[Request] = []
+    for _ in range(3000):
+        request = rng.choice(requests)
+        if request in inside:
+            places = queue._requests
+            queue.remove(request)
+            inside.remove(request)
+            assert (
+                queue._requests is places or len(queue._requests) == len(inside) <= len(places) / 2
+            )
+        else:
+            queue.add(request)
+            inside.append(request)
+        expected = sorted(inside, key=queue_key)
+        assert (list(queue), len(queue)) == (expected, len(inside))
+        if inside:
+            assert queue.first() is expected[0]
+    with pytest.raises(KeyError):
+        queue.remove(next(r for r in requests if r not in inside))
 
 
 # --- endings ----------------------------------------------------------------------------------------
