@@ -39,6 +39,12 @@ class ServerConfig:
         "http",
         metavar="S",
     )
+    write_timeout: float = arg(
+        60.0,
+        "seconds that a stream's client may leave a write waiting, until its request is aborted",
+        "http",
+        metavar="S",
+    )
     drain_timeout: float = arg(
         30.0,
         "seconds that running requests get to finish after SIGTERM",

@@ -36,6 +36,7 @@ def check_server(server: ServerConfig) -> None:
     at_least("--max-queued-requests", server.max_queued_requests, 1)
     in_range("--sse-keep-alive", server.sse_keep_alive, 0, WEEK_S)
     in_range("--drain-timeout", server.drain_timeout, 0, WEEK_S)
+    in_range("--write-timeout", server.write_timeout, 1, WEEK_S)
     in_range("--stall-timeout", server.stall_timeout, 1, WEEK_S)
     if server.chat_template and not Path(server.chat_template).is_file():
         raise ConfigError(f"--chat-template {server.chat_template}: there is no such file")

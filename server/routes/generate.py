@@ -9,9 +9,11 @@ due), so that everything wrong with a request until then is a plain HTTP error.
     finally: EngineClient.abort                         (client gone, error, or nothing left to do)
 """
 
+import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,9 +149,9 @@ async def write_stream(
                     events.append(fmt.usage_chunk(usage_of(stream)))
                 events.append(sse.DONE)
             if data := b"".join(events):
-                await response.write(data)
+                await send(request, response, data)
         assert response is not None
-        await response.write_eof()
+        await send_end(request, response)
         return response
     except ConnectionError:  # the client has gone; the caller aborts
         assert response is not None
@@ -163,6 +165,31 @@ async def write_stream(
         return await end_with_error(request, response, error)
 
 
+async def send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Raises ConnectionError when the client has gone, or reads nothing for --write-timeout.
+
+    What arrives for a slow reader meanwhile is held in memory, and this bounds it.
+    """
+    await within_write_timeout(request, response.write(data))
+
+
+async def send_end(request: web.Request, response: web.StreamResponse) -> None:
+    """As `send`."""
+    await within_write_timeout(request, response.write_eof())
+
+
+async def within_write_timeout(request: web.Request, write: Coroutine[Any, Any, None]) -> None:
+    seconds = request.app[SERVICE].config.write_timeout
+    try:
+        async with asyncio.timeout(seconds):
+            await write
+    except TimeoutError:
+        request[NOTES].stream_error = "write_timeout"
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionError(f"the client read nothing for {seconds:g} s") from None
+
+
 async def end_with_error(
     request: web.Request, response: web.StreamResponse, error: ApiError
 ) -> web.StreamResponse:
@@ -173,8 +200,8 @@ async def end_with_error(
     request[NOTES].stream_error = error.code
     request.app[SERVICE].client.metrics.rejected[error.code] += 1
     try:
-        await response.write(sse.event(error.body(request[NOTES].request_id)))
-        await response.write_eof()
+        await send(request, response, sse.event(error.body(request[NOTES].request_id)))
+        await send_end(request, response)
     except ConnectionError:
         pass
     return response

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -198,6 +199,25 @@ async def test_slow_reader_gets_merged_deltas_and_delays_nobody(site: Site) -> N
     texts = [json.loads(e)["choices"][0]["text"] for e in events[:-1]]
     assert "".join(texts) == "x" * (size * num_pieces)
     assert len(texts) < num_pieces
+
+
+async def test_a_reader_that_stops_for_good_is_dropped() -> None:
+    async with running_site(write_timeout=0.3) as site:
+        site.backend.script = lambda g: Script(["x" * 20_000] * 400, hold="decode")
+        async with stream_of(site) as stuck:
+            assert stuck.status == 200
+            ids = {generate.req_id for generate in site.backend.generates}
+            await eventually(lambda: site.backend.aborted == ids)
+            assert site.service.client.num_live == 0
+            with pytest.raises(aiohttp.ClientError):
+                await stuck.read()
+
+
+async def test_a_quiet_stream_is_no_slow_reader() -> None:
+    async with running_site(write_timeout=0.05) as site:
+        site.backend.script = lambda g: Script(["a", "b"], delay_s=0.2)
+        async with stream_of(site) as response:
+            assert (await read_events(response))[-1] == "[DONE]"
 
 
 async def test_many_streams_at_once(site: Site) -> None:
