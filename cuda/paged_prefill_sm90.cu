@@ -30,6 +30,7 @@ constexpr int Q_BYTES = HALVES * Q_HALF;
 constexpr int KV_BYTES = HALVES * KV_HALF;
 constexpr int BLOCKS_PER_TILE = KEYS / BLOCK_SIZE;
 constexpr float MASKED = -1e30f;            // finite, so that a fully masked row stays free of NaN
+constexpr float UNSEEN = -1e25f;            // a row's largest score is below it if all were masked
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head_dim");
 static_assert(KEYS % BLOCK_SIZE == 0 && BLOCKS_PER_TILE <= 32, "block_size");
 
@@ -237,11 +238,14 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
       const float new0 = fmaxf(max0, quad_max(top0) * p.scale_log2), new1 = fmaxf(max1, quad_max(top1) * p.scale_log2);
       rescale0 = exp2_fast(max0 - new0), rescale1 = exp2_fast(max1 - new1);
       max0 = new0, max1 = new1;
+      // Nothing seen yet: the fused multiply-add below does not give MASKED * scale - MASKED * scale = 0 but
+      // the product's rounding error, and exp2 of that may be infinite. With 0 it is exp2(-huge) = 0.
+      const float shift0 = new0 < UNSEEN ? 0.f : new0, shift1 = new1 < UNSEEN ? 0.f : new1;
       float part0 = 0.f, part1 = 0.f;
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i += 4) {
-        s[i] = exp2_fast(s[i] * p.scale_log2 - new0), s[i + 1] = exp2_fast(s[i + 1] * p.scale_log2 - new0);
-        s[i + 2] = exp2_fast(s[i + 2] * p.scale_log2 - new1), s[i + 3] = exp2_fast(s[i + 3] * p.scale_log2 - new1);
+        s[i] = exp2_fast(s[i] * p.scale_log2 - shift0), s[i + 1] = exp2_fast(s[i + 1] * p.scale_log2 - shift0);
+        s[i + 2] = exp2_fast(s[i + 2] * p.scale_log2 - shift1), s[i + 3] = exp2_fast(s[i + 3] * p.scale_log2 - shift1);
         part0 += s[i] + s[i + 1];
         part1 += s[i + 2] + s[i + 3];
       }

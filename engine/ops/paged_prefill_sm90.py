@@ -23,7 +23,7 @@ from engine.ops.tensor_map import tensor_map
 
 QUERIES_PER_ITEM = 128  # Q_ROWS in the kernel
 KEYS = 128  # of a tile
-HEAD_DIMS = (128,)
+HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)
 THREADS = 384
 LOG2_E = 1.4426950408889634
