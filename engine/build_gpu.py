@@ -186,13 +186,16 @@ def measure_activations(model_config: ModelConfig, model: Model, resolved: Resol
 
 def warm_up(runner: ModelRunner, resolved: Resolved) -> None:
     """Load every kernel and library handle before graphs are captured and requests arrive."""
-    length = min(64, resolved.max_model_len - 2)
+    assert isinstance(runner.sampler, DeviceSampler)
+    runner.sampler.warm_up(resolved.dtype)
+    longest = resolved.max_model_len
+    length = max(1, min(64, longest - 2, resolved.max_num_batched_tokens))
     runner.launch(prompt_plan([length])).wait()
     runner.launch(decode_plan(1, length)).wait()
     mixed = prompt_plan([length], first_row=2)
     mixed.rows = np.array([1, 2], np.int32)
     mixed.num_tokens = np.array([1, length], np.int32)
-    mixed.num_computed = np.array([length + 1, 0], np.int32)
+    mixed.num_computed = np.array([min(length + 1, longest - 1), 0], np.int32)
     mixed.samples = np.array([True, True])
     mixed.num_decodes = 1
     mixed.req_ids = [-1, -1]

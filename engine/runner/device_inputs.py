@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.attention.base import StepInputs
 from engine.ops.prepare_inputs import TokenInputs, prepare_inputs
@@ -20,7 +19,6 @@ class DeviceInputs:
         wide = 4 * max_tokens + 2 * max_rows  # ids, positions, slots, logits, decode rows
         narrow = 3 * max_rows + 3 * max_rows * max_blocks  # rows, lengths, starts, table updates
         self.staging = Staging(8 * wide + 4 * narrow + 1024, device)
-        self.row_staging = Staging(8 * max_rows, device)
 
     def make(self, plan: StepPlan, table: RequestTable, block_size: int) -> StepInputs:
         """Device inputs of `plan`; also brings the device's block table up to date."""
@@ -76,7 +74,3 @@ class DeviceInputs:
             block_size,
             min_tokens=1,
         )
-
-    def upload_rows(self, rows: np.ndarray) -> Tensor:
-        """Row numbers as int64 indices on the device."""
-        return self.row_staging.upload([rows.astype(np.int64)])[0]

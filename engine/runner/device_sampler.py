@@ -204,10 +204,12 @@ class DeviceSampler:
         rows: Int32Array,
         positions: Int64Array,
         masks: Tensor | None = None,
+        last_token: Tensor | None = None,
     ) -> SampleOutput:
         """Choose a token for each of S distinct rows: Sampler.sample, for logits on the device.
 
-        `logits` are not changed, and may be bfloat16 or float16 too.
+        `logits` are not changed, and may be bfloat16 or float16 too. `last_token` int64 [table rows]
+        takes each row's token.
         """
         self.flush()
         host = np.stack([rows, positions.astype(np.int32)])
@@ -219,7 +221,7 @@ class DeviceSampler:
         )
         which = self.sampling_class(rows, masks is not None)
         token_ids, is_bad = self.sample_on_device(
-            logits, rows_device, positions_device, which, masks, out=out
+            logits, rows_device, positions_device, which, masks, last_token, out
         )
         output = SampleOutput(token_ids, is_bad)
         reporting = indices(self.table.needs[rows], Needs.LOGPROBS)

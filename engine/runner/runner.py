@@ -84,16 +84,16 @@ class ModelRunner:
     def sample(self, plan: StepPlan, logits: Tensor) -> StepHandle:
         rows = plan.rows[plan.samples]
         positions = (plan.num_computed + plan.num_tokens)[plan.samples].astype(np.int64)
+        if isinstance(self.sampler, DeviceSampler):
+            last_token = self.table.last_token
+            sample = self.sampler.sample(logits, rows, positions, last_token=last_token)
+            done = torch.cuda.Event()
+            on_host = to_pinned_host(sample)
+            done.record()
+            return StepHandle(on_host, done)
         sample = self.sampler.sample(logits, rows, positions)
-        if self.device_inputs is None:
-            self.table.last_token[torch.from_numpy(rows.astype(np.int64))] = sample.token_ids
-            return StepHandle(sample)
-        row_ids = self.device_inputs.upload_rows(rows)
-        self.table.last_token.index_copy_(0, row_ids, sample.token_ids)
-        done = torch.cuda.Event()
-        on_host = to_pinned_host(sample)
-        done.record()
-        return StepHandle(on_host, done)
+        self.table.last_token[torch.from_numpy(rows.astype(np.int64))] = sample.token_ids
+        return StepHandle(sample)
 
     def step_inputs(self, plan: StepPlan) -> StepInputs:
         """Inputs of an eager step."""

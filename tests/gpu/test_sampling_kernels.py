@@ -213,7 +213,7 @@ def test_log_probabilities_in_a_graph(device: torch.device, graph_replay: GraphR
             continue
         assert results[-1].top_ids[i].tolist() == want[i].topk(20).indices.tolist()
         sampled = want[i, 5000 * i]
-        assert abs(float(results[-1].sampled[i]) - float(sampled)) < 2e-5
+        assert abs(float(results[-1].sampled[i]) - float(sampled)) < 1e-4
         rank = int((want[i] > sampled).sum()) + 1
         assert abs(int(results[-1].rank[i]) - rank) <= rank // 1000
 

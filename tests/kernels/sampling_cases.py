@@ -96,9 +96,9 @@ def assert_equal(got: StepResult, want: StepResult, params: list[SamplingParams]
         # far down, neighbours may round to one log-probability on one device only
         assert abs(got.logprobs[i].rank - entry.rank) <= entry.rank // 1000, where
         np.testing.assert_array_equal(got.logprobs[i].top_ids, entry.top_ids, err_msg=where)
-        np.testing.assert_allclose(got.logprobs[i].sampled, entry.sampled, atol=2e-5, err_msg=where)
+        np.testing.assert_allclose(got.logprobs[i].sampled, entry.sampled, atol=1e-4, err_msg=where)
         np.testing.assert_allclose(
-            got.logprobs[i].top_logprobs, entry.top_logprobs, atol=2e-5, err_msg=where
+            got.logprobs[i].top_logprobs, entry.top_logprobs, atol=1e-4, err_msg=where
         )
 
 
