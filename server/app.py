@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from server.errors import ApiError, internal_error
 from server.routes import chat, completions, health, models, tokenize
@@ -36,6 +36,7 @@ POST: dict[str, Handler] = {
     "/v1/responses": health.not_built,
     "/v1/messages": health.not_built,
 }
+CONTINUE = "100-continue"
 PROBES = {"/live", "/health", "/ping", "/ready", "/metrics"}  # asked all the time: not logged
 
 
@@ -46,11 +47,11 @@ def build_app(service: Service) -> web.Application:
     app[SERVICE] = service
     for path, handler in GET.items():
         for spelling in (path, path + "/"):
-            app.router.add_get(spelling, handler)  # HEAD included
+            app.router.add_get(spelling, handler, expect_handler=expect)  # HEAD included
     for path, handler in POST.items():
         for spelling in (path, path + "/"):
-            app.router.add_post(spelling, handler)
-    app.router.add_get("/v1/models/{id:.+}", models.get_model)
+            app.router.add_post(spelling, handler, expect_handler=expect)
+    app.router.add_get("/v1/models/{id:.+}", models.get_model, expect_handler=expect)
     app.on_response_prepare.append(add_request_id)
     return app
 
@@ -64,6 +65,7 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
     request[NOTES] = notes
     response: web.StreamResponse | None = None
     try:
+        check_expectation(request)
         response = await handler(request)
     except ApiError as error:
         response = error_response(request, error)
@@ -128,6 +130,22 @@ def translate(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, "invalid_request", error.reason)
 
 
+async def expect(request: web.Request) -> None:
+    """Ask for the body where a client waits to be asked. Runs before `envelope`."""
+    if request.headers.get("Expect", "").lower() == CONTINUE and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun
+
+
+def check_expectation(request: web.Request) -> None:
+    wanted = request.headers.get("Expect", "")
+    if wanted and wanted.lower() != CONTINUE:
+        raise ApiError(
+            417, "expectation_failed", f"Expect must be {CONTINUE} or absent, got {wanted!r:.80}."
+        )
+
+
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """On every response, streams included."""
-    response.headers["X-Request-Id"] = request[NOTES].request_id
+    notes = request.get(NOTES)  # absent where aiohttp answers before `envelope`
+    response.headers["X-Request-Id"] = notes.request_id if notes else uuid.uuid4().hex

@@ -63,6 +63,7 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     want_prompt_text: bool = False
+    is_batch: bool = False  # the field `prompt` is a list of prompts, so errors name the entry
     incremental: bool = False  # wake the handler for every delta, rather than once at the end
 
 
@@ -141,7 +142,7 @@ class EngineClient:
     ) -> RequestStream:
         """Send one `Generate` for each prompt. The caller must `abort` the stream in a `finally`."""
         n = options.params.n
-        stream = RequestStream(len(prompts), arrival_ns, options.incremental)
+        stream = RequestStream(len(prompts), arrival_ns, options.incremental, options.is_batch)
         self.status.set_has_work(True)
         try:
             for prompt_index, prompt in enumerate(prompts):
@@ -330,13 +331,14 @@ class EngineClient:
             self.metrics.late_messages += 1
             return
         stream = live[0].stream
-        param = error.param
-        if param == "prompt" and stream.num_prompts > 1:
-            param = f"prompt[{live[0].prompt_index}]"
+        param, message = error.param, error.message
+        if stream.is_batch and param is not None and param.startswith("prompt"):
+            where = f"prompt[{live[0].prompt_index}]"
+            param = where + param.removeprefix("prompt")
+            if message.startswith("prompt["):
+                message = where + message.removeprefix("prompt")
         retry_after = 1 if error.status in (429, 503) else None
-        stream.fail(
-            ApiError(error.status, error.code, error.message, param, retry_after=retry_after)
-        )
+        stream.fail(ApiError(error.status, error.code, message, param, retry_after=retry_after))
         for _ in live:
             self.metrics.request_rejected(error.status)
 

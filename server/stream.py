@@ -70,10 +70,13 @@ class RequestStream:
     `incremental=False` (a response sent as a whole) wakes the task once, at the end.
     """
 
-    def __init__(self, num_prompts: int, arrival_ns: int, incremental: bool) -> None:
+    def __init__(
+        self, num_prompts: int, arrival_ns: int, incremental: bool, is_batch: bool = False
+    ) -> None:
         self.arrival_ns = arrival_ns
         self.choices: list[Choice] = []
         self.num_prompts = num_prompts
+        self.is_batch = is_batch  # the request wrote its prompts as a list
         self.num_prompt_tokens = [0] * num_prompts
         self.num_cached_tokens = [0] * num_prompts
         self.prompt_texts: list[str] = [""] * num_prompts

@@ -8,13 +8,15 @@ from tokenizer_proc.loading import Tokenizer, one_line
 
 PROBE = "sluice probe"
 
-# Arguments of apply_chat_template that decide how it works rather than what the template sees.
+# Arguments of apply_chat_template, and of what it calls, other than what the template itself reads.
 RESERVED_KWARGS = frozenset(
     {
         "add_generation_prompt",
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
+        "documents",
         "max_length",
         "messages",
         "padding",
@@ -22,8 +24,10 @@ RESERVED_KWARGS = frozenset(
         "return_dict",
         "return_tensors",
         "sanitize_control_tokens",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
+        "tools",
         "truncation",
     }
 )

@@ -90,8 +90,13 @@ def prompt_param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
 
 
-def check_token_ids(token_ids: Int32Array, vocab_size: int, param: str) -> None:
-    """Raise PromptError unless all ids are in [0, vocab_size)."""
+def check_token_ids(
+    token_ids: Int32Array, vocab_size: int, param: str, is_text: bool = False
+) -> None:
+    """Raise PromptError unless all ids are in [0, vocab_size).
+
+    `is_text`: the field `param` holds text, so that it has no element that could be blamed.
+    """
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         position = int(outside[0])
@@ -100,5 +105,5 @@ def check_token_ids(token_ids: Int32Array, vocab_size: int, param: str) -> None:
             "invalid_token_id",
             f"{param}[{position}] is token id {token_ids[position]}; ids of this model are 0 to "
             f"{vocab_size - 1}",
-            param,
+            param if is_text else f"{param}[{position}]",
         )

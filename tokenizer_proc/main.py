@@ -41,12 +41,13 @@ from engine.api.messages import (
     Tokenize,
     TokenizeResult,
     TokenizerReady,
+    TokenPrompt,
     Tokens,
     decoder,
     encoder,
 )
 from tokenizer_proc.bound import token_bound
-from tokenizer_proc.encode import Encoder, check_token_ids
+from tokenizer_proc.encode import Encoder, check_token_ids, prompt_param
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.loading import Tokenizer, check_fits_model
 from tokenizer_proc.output import OutputProcessor
@@ -243,7 +244,8 @@ class TokenizerLoop:
 
     def _tokenize(self, call: Tokenize, limits: EngineLimits) -> TokenizeResult:
         prompt = self.prompts.encode(call.prompt)
-        check_token_ids(prompt.token_ids, limits.vocab_size, "prompt")
+        is_text = not isinstance(call.prompt, TokenPrompt)
+        check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(call.prompt), is_text)
         names = None
         if call.return_token_strs:
             names = [self.vocabulary.name(token_id) for token_id in prompt.token_ids.tolist()]

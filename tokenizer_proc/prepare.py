@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api.hashing import block_names
-from engine.api.messages import AddRequest, EngineLimits, Generate
+from engine.api.messages import AddRequest, EngineLimits, Generate, TokenPrompt
 from engine.api.sampling import SamplingParams, choice_seed
 from tokenizer_proc.encode import EncodedPrompt, Encoder, check_token_ids, prompt_param
 from tokenizer_proc.errors import PromptError
@@ -29,7 +29,8 @@ def prepare(
     params = generate.params
     check_param_ids(params, limits.vocab_size)
     prompt = encoder.encode(generate.prompt, limits.max_model_len)
-    check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(generate.prompt))
+    is_text = not isinstance(generate.prompt, TokenPrompt)
+    check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(generate.prompt), is_text)
     max_tokens = resolve_max_tokens(len(prompt), params, limits, prompt_param(generate.prompt))
     token_ids = prompt.token_ids.tobytes()
     names = b""

@@ -34,6 +34,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             priority=completion.priority,
             cache_salt=completion.cache_salt,
             want_prompt_text=completion.echo,
+            is_batch=completion.is_batch,
             incremental=completion.stream,
         ),
         stream_options=completion.stream_options,

@@ -96,6 +96,7 @@ COMPLETION_FIELDS: Table = {
 class CompletionRequest:
     model: str | None
     prompts: list[Prompt]
+    is_batch: bool  # written as a list of prompts, even if of one
     params: SamplingParams
     stream: bool
     stream_options: StreamOptions
@@ -126,6 +127,7 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
     return CompletionRequest(
         model=values.get("model"),
         prompts=[as_prompt(entry, add_special_tokens) for entry in values["prompt"]],
+        is_batch=isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str | list),
         params=params,
         stream=values.get("stream", False),
         stream_options=check_stream_options(values),

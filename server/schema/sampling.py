@@ -103,7 +103,7 @@ SAMPLING_FIELDS: Table = {
     "repetition_penalty": sampling_field(number),
     "seed": seed,
     "max_tokens": sampling_field(integer),
-    "min_tokens": integer,  # its range depends on max_tokens
+    "min_tokens": integer_between(0, INT32_MAX),  # and at most max_tokens
     "stop": sampling_field(string_or_strings),
     "stop_token_ids": sampling_field(list_of(integer_between(0, INT32_MAX))),
     "ignore_eos": boolean,

@@ -113,6 +113,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "n": 0}, "n", "invalid_value"),
     ({"prompt": "x", "n": True}, "n", "invalid_type"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"prompt": "x", "min_tokens": -1, "temperature": 5}, "min_tokens", "invalid_value"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "invalid_value"),
     ({"prompt": "x", "stop": ""}, "stop", "invalid_value"),
     ({"prompt": "x", "stop": ["a"] * 17}, "stop", "invalid_value"),
@@ -303,10 +304,10 @@ async def test_request_ids(site: Site) -> None:
     assert len({g.req_id for g in site.backend.generates}) == len(site.backend.generates)
 
 
-def rejection(status: int, code: str, param: str | None) -> Any:
+def rejection(status: int, code: str, param: str | None, message: str = "No.") -> Any:
     return lambda g: Script(
         error=RequestError(
-            req_id=g.req_id, n=g.params.n, status=status, code=code, message="No.", param=param
+            req_id=g.req_id, n=g.params.n, status=status, code=code, message=message, param=param
         )
     )
 
@@ -320,6 +321,15 @@ async def test_errors_from_the_tokenizer(site: Site) -> None:
             assert status == 400
             assert answer["error"]["code"] == "context_length_exceeded"
             assert answer["error"]["param"] == param
+    site.backend.script = rejection(400, "invalid_token_id", "prompt[1]", "prompt[1] is bad")
+    for ids, param in (
+        ([1, 5], "prompt[1]"),
+        ([[1, 5]], "prompt[0][1]"),
+        ([[1], [2]], "prompt[0][1]"),
+    ):
+        status, answer = await site.post(TEXT, {"prompt": ids})
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert answer["error"]["message"] == f"{param} is bad"
     site.backend.script = rejection(503, "queue_timeout", None)
     status, headers, answer = await site.post_full(TEXT, {"prompt": "x"})
     assert status == 503
@@ -405,6 +415,26 @@ async def test_a_bug_is_a_500_and_the_server_lives(
     assert "secret" not in json.dumps(answer)
     assert "secret /path" in caplog.text
     assert (await site.post(TEXT, {"prompt": "x"}))[0] == 200
+
+
+async def test_expectations(site: Site) -> None:
+    host, port = site.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "x"}'
+    for expect, expected in ((b"100-Continue", b"100"), (b"a-miracle", b"417")):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: %b\r\n"
+            b"Content-Length: %d\r\n\r\n" % (expect, len(body))
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.split(b" ", 2)[1] == expected
+        if expected == b"417":
+            assert b"X-Request-Id" in head
+            assert json.loads(await reader.read())["error"]["type"] == "invalid_request_error"
+        else:
+            writer.write(body)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 async def test_malformed_http(site: Site) -> None:

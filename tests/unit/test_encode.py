@@ -1,8 +1,12 @@
 """Prompts to requests: encoding, chat templates, length rules, seeds, block names, errors."""
 
+from inspect import signature
+
 import numpy as np
 import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.api.hashing import block_names
 from engine.api.messages import (
@@ -234,7 +238,7 @@ def test_an_empty_prompt_is_refused_unless_a_bos_token_is_added():
 def test_prompt_ids_out_of_the_vocabulary_name_position_and_id(bad):
     ids = np.array([5, bad, 6], np.int32).tobytes()
     error = error_of(TokenPrompt(token_ids=ids))
-    assert (error.status, error.code, error.param) == (400, "invalid_token_id", "prompt")
+    assert (error.status, error.code, error.param) == (400, "invalid_token_id", "prompt[1]")
     assert "prompt[1]" in error.message
     assert str(bad) in error.message
 
@@ -356,6 +360,14 @@ def test_template_variables_are_passed_and_reserved_names_refused():
     error = error_of(chat("hi", chat_template_kwargs={"tokenize": True, "chat_template": "x"}))
     assert (error.status, error.code) == (400, "invalid_value")
     assert "chat_template, tokenize" in error.message
+
+
+def test_every_argument_of_transformers_rendering_is_reserved():
+    functions = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    names = {name for function in functions for name in signature(function).parameters}
+    for name in names - {"kwargs"}:
+        error = error_of(chat("hi", chat_template_kwargs={name: 1}))
+        assert (error.code, error.param) == ("invalid_value", "chat_template_kwargs"), name
 
 
 def test_an_error_of_the_template_is_told_in_its_own_words():

@@ -368,6 +368,7 @@ def test_tokenize_and_detokenize_calls(served):
     net.to_tokenizer(Detokenize(call_id=3, token_ids=bad))
     error = net.reply(CallError)
     assert (error.call_id, error.status, error.code) == (3, 400, "invalid_token_id")
+    assert error.param == "tokens[1]"
     assert "tokens[1]" in error.message
     net.to_tokenizer(Tokenize(call_id=4, prompt=TokenPrompt(token_ids=bad)))
     assert net.reply(CallError).call_id == 4
