@@ -5,9 +5,10 @@ import errno
 import logging
 import socket
 import uuid
+from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from engine.api.config import ConfigError
@@ -51,6 +52,11 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+def url_of(host: str, port: int) -> str:
+    """IPv6 addresses stand in brackets (RFC 3986, 3.2.2)."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def bind_one(
     family: int, kind: int, protocol: int, address: tuple[str | int, ...]
 ) -> socket.socket:
@@ -87,18 +93,29 @@ class Protocol(RequestHandler):
             raise ConnectionError("part of a response is sent already")
         if isinstance(exc, LineTooLong):
             error = ApiError(431, "headers_too_large", "The request line or a header is too long.")
+        elif isinstance(exc, BadHttpMessage) and "too many headers" in str(exc).lower():
+            error = ApiError(431, "headers_too_large", "The request has too many headers.")
         elif status < 500:
             error = ApiError(status, "invalid_http", "The request is not valid HTTP.")
         else:
             logger.error("an HTTP handler failed", exc_info=exc)
             error = internal_error()
+        request_id = uuid.uuid4().hex
         response = web.Response(
             status=error.status,
-            body=error.body(uuid.uuid4().hex),
+            body=error.body(request_id),
             content_type="application/json",
+            headers={"X-Request-Id": request_id},
         )
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **more: Any) -> None:
+        """A client's mistake in its own body is no error of the server: it has had its answer."""
+        if isinstance(more.get("exc_info"), HttpProcessingError | web.RequestPayloadError):
+            logger.debug(*args, **more)
+        else:
+            super().log_exception(*args, **more)
 
 
 class HttpServer:

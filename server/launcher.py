@@ -25,7 +25,7 @@ from server.app import build_app
 from server.client import EngineClient
 from server.config import ServerConfig
 from server.health import EngineStatus
-from server.http_server import HttpServer, bind, close_all
+from server.http_server import HttpServer, bind, close_all, url_of
 from server.metrics import Exporter, Metrics
 from server.model_check import sampling_defaults
 from server.processes import Child, run_with_progress
@@ -83,7 +83,7 @@ class Launcher:
             loop.add_signal_handler(number, self.on_signal, number)
         self.client.start()
         await self.http.start()
-        logger.info("listening on http://%s:%d, loading", self.config.host, self.port)
+        logger.info("listening on %s, loading", url_of(self.config.host, self.port))
         log_settings(self.config, self.engine)
         work = asyncio.create_task(self.start_and_watch())
         stop = asyncio.create_task(self.stop_asked.wait())
@@ -163,11 +163,10 @@ class Launcher:
         await ProgressReport(self.status, self.metrics).run()
         names = ", ".join(self.service.model_names)
         logger.info(
-            "ready in %.1f s: serving %s on http://%s:%d",
+            "ready in %.1f s: serving %s on %s",
             time.monotonic() - began,
             names,
-            self.config.host,
-            self.port,
+            url_of(self.config.host, self.port),
         )
 
     async def prepare_model(self) -> tuple[str, str]:

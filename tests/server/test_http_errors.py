@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.api.messages import ChatPrompt, Deltas, RequestError
+from server.http_server import url_of
 from tests.server.conftest import Site, eventually, running_site
 from tests.server.fake_backend import LIMITS, Script
 
@@ -442,6 +443,7 @@ async def test_malformed_http(site: Site) -> None:
     for request, expected in (
         (b"GET /" + b"x" * 20000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"431"),
         (b"GET /live HTTP/1.1\r\nHost: a\r\nBroken\r\n\r\n", b"400"),
+        (b"GET /live HTTP/1.1\r\nHost: a\r\n" + b"A: b\r\n" * 500 + b"\r\n", b"431"),
     ):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(request)
@@ -450,4 +452,20 @@ async def test_malformed_http(site: Site) -> None:
         assert answer.split(b" ", 2)[1] == expected
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b"application/json" in head
+        assert b"X-Request-Id: " in head
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_that_is_not_as_encoded_is_not_the_servers_error(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    status, answer = await site.post(TEXT, data=b'{"prompt": "x"}', headers=headers)
+    assert (status, answer["error"]["code"]) == (400, "invalid_json")
+    await asyncio.sleep(0.05)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_urls_of_ipv6_addresses_have_brackets() -> None:
+    assert url_of("::1", 80) == "http://[::1]:80"
+    assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
