@@ -1,6 +1,7 @@
 """Settings that cannot work, whatever the model: refused before anything starts."""
 
 import ctypes
+import dataclasses
 from pathlib import Path
 
 from engine.api.config import (
@@ -22,11 +23,25 @@ CANNOT_WORK = 75  # exit code: not on this machine
 
 def check_settings(server: ServerConfig, engine: EngineConfig) -> None:
     """Raises ConfigError naming the flag, the value, and what would work."""
+    check_text(server)
+    check_text(engine)
     check_server(server)
     check_names(server, engine)
     check_device(engine)
     check_batch(engine)
     check_memory(engine)
+
+
+def check_text(config: ServerConfig | EngineConfig) -> None:
+    """Settings go to the other processes, and names to clients, as UTF-8."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
+                raise ConfigError(
+                    f"--{field.name.replace('_', '-')} {text!a}: is not UTF-8 text; use another "
+                    "name, or a link with another name to the same file"
+                )
 
 
 def check_server(server: ServerConfig) -> None:

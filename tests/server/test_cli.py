@@ -366,3 +366,15 @@ def test_imports_are_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=30
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "flag", ["--served-model-name", "--model", "--tokenizer", "--chat-template"]
+)
+def test_settings_that_are_not_utf8(flag: str) -> None:
+    """As the shell's $'\\xff' comes to Python: a lone surrogate, which no message can carry."""
+    with pytest.raises(ConfigError) as caught:
+        check_settings(*parse([flag, "a\udcff"]))
+    message = str(caught.value)
+    assert message.startswith(f"{flag} 'a\\udcff': is not UTF-8 text")
+    assert message.isascii()
