@@ -73,4 +73,5 @@ class DeviceInputs:
             unknown,
             block_size,
             min_tokens=1,
+            min_logits=1,
         )
