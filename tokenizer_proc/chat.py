@@ -1,12 +1,19 @@
 """Chat messages to one prompt text, through the model's own Jinja template (in a sandbox)."""
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from engine.api.messages import ChatPrompt
-from tokenizer_proc.errors import PromptError
+from tokenizer_proc.errors import PromptError, TokenizerLoadError
 from tokenizer_proc.loading import Tokenizer, one_line
 
 PROBE = "sluice probe"
+PROBE_SECONDS = 10.0
 
 # Arguments of apply_chat_template, and of what it calls, other than what the template itself reads.
 RESERVED_KWARGS = frozenset(
@@ -39,11 +46,15 @@ class ChatRenderer:
     """Applies the chat template, after bringing messages into the form that the template expects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Tries the template. Raises TokenizerLoadError if it is no template or does not end."""
         self.tokenizer = tokenizer
         self.has_template = bool(tokenizer.chat_template)
         self.knows_developer = "developer" in str(tokenizer.chat_template)
-        self.takes_strings = self.has_template and self._renders(PROBE)
-        self.takes_parts = self.has_template and self._renders([{"type": "text", "text": PROBE}])
+        with time_limit(PROBE_SECONDS):
+            self.takes_strings = self.has_template and self._renders(PROBE)
+            self.takes_parts = self.has_template and self._renders(
+                [{"type": "text", "text": PROBE}]
+            )
 
     def render(self, prompt: ChatPrompt) -> str:
         """The prompt text. Raises PromptError with the template's own words."""
@@ -86,6 +97,13 @@ class ChatRenderer:
         """Does a message with this content come out as its text, and not as a printed list?"""
         try:
             text = self._apply([{"role": "user", "content": content}], add_generation_prompt=True)
+        except TokenizerLoadError:
+            raise
+        except TemplateSyntaxError as error:
+            raise TokenizerLoadError(
+                f"the chat template has an error in line {error.lineno}: {one_line(error)}; correct "
+                f"it, or give another with --chat-template FILE"
+            ) from error
         except Exception:
             return False
         return PROBE in text and "'type'" not in text and '"type"' not in text
@@ -107,3 +125,25 @@ class ChatRenderer:
         if isinstance(content, str) and not self.takes_strings and self.takes_parts:
             return [{"type": "text", "text": content}]
         return content
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TokenizerLoadError in the block after so long. Only in a main thread, which signals need."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: Any) -> None:
+        raise TokenizerLoadError(
+            f"the chat template takes more than {seconds:g} s for one short message; give another "
+            f"with --chat-template FILE"
+        )
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,5 +1,6 @@
 """Prompts to requests: encoding, chat templates, length rules, seeds, block names, errors."""
 
+import signal
 from inspect import signature
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.api.messages import (
 )
 from engine.api.sampling import SamplingParams, choice_seed
 from tests.unit.tokenizers_for_tests import byte_fallback, byte_level, save, word_piece
+from tokenizer_proc import chat as chat_module
 from tokenizer_proc.bound import TokenBound, token_bound
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.errors import PromptError, TokenizerLoadError
@@ -375,8 +377,23 @@ def test_an_error_of_the_template_is_told_in_its_own_words():
     error = error_of(chat("hi"), encoder=Encoder(refusing))
     assert (error.status, error.code, error.param) == (400, "invalid_messages", "messages")
     assert "roles must alternate" in error.message
-    broken = byte_level(chat_template="{% for m in %}")
+    broken = byte_level(chat_template="{{ 1 / 0 }}")
     assert error_of(chat("hi"), encoder=Encoder(broken)).code == "invalid_messages"
+
+
+def test_a_template_that_is_none_is_refused_at_the_start():
+    with pytest.raises(TokenizerLoadError, match=r"error in line 2.*--chat-template"):
+        Encoder(byte_level(chat_template="{% for m in messages %}\n{% endif %}"))
+
+
+def test_a_template_without_end_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(chat_module, "PROBE_SECONDS", 0.2)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    handler = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TokenizerLoadError, match=r"more than 0\.2 s"):
+        Encoder(byte_level(chat_template=loop))
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_templates_cannot_reach_python():
