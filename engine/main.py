@@ -201,6 +201,7 @@ def serve(
             state.send(encode(stats))
             last_stats = stats
 
+    send_stats()  # the first gauges, before anybody asks
     loop.run(SocketInbox(submit), stopped.is_set, send_stats)
 
 
