@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from engine.attention.base import AttentionSpec, KVCache, StepInputs
@@ -54,6 +55,7 @@ class ReferenceAttention:
         self.key_scratch = torch.empty(0, dtype=self.dtype)
         self.value_scratch = torch.empty(0, dtype=self.dtype)
         self.out = torch.empty(0, dtype=self.dtype)
+        self.mask_windows: dict[int, np.ndarray] = {}  # by number of keys; views of small arrays
 
     def plan(self, inputs: StepInputs, specs: list[AttentionSpec]) -> None:
         """Group the rows of this step, once for all layers with the same window."""
@@ -124,22 +126,36 @@ class ReferenceAttention:
             # columns past a row's end hold whatever they held before: those keys are masked
             columns = np.minimum(first_block[members, None] + np.arange(size), last_column)
             blocks = inputs.block_ids[members[:, None], columns].astype(np.int64)
-            offset = first_block[members] * block_size
-            position = np.arange(size * block_size)[None, :] + offset[:, None]
-            hidden = (position >= lens[members, None]) | (position < first[members, None])
-            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            num_keys = int(size) * block_size
+            if window is None:
+                mask = self.tail_mask(lens[members], num_keys)
+            else:
+                offset = first_block[members] * block_size
+                position = np.arange(num_keys)[None, :] + offset[:, None]
+                hidden = (position >= lens[members, None]) | (position < first[members, None])
+                mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
             consecutive = len(members) == inputs.num_decodes
             spans.append(
                 Span(
                     tokens=slice(0, len(members)) if consecutive else torch.from_numpy(members),
                     num_rows=len(members),
                     blocks=self.as_slice(blocks, int(num_blocks[members[0]])),
-                    num_keys=int(size) * block_size,
+                    num_keys=num_keys,
                     mask=torch.from_numpy(mask).to(self.dtype)[:, None, :],
                     is_prefill=False,
                 )
             )
         return spans
+
+    def tail_mask(self, lens: np.ndarray, num_keys: int) -> np.ndarray:
+        """float32 [rows, num_keys]: 0 for the first lens[i] keys, -inf behind. All are windows of one
+        array, which costs less than comparing positions with lengths in every step."""
+        windows = self.mask_windows.get(num_keys)
+        if windows is None:
+            zeros = np.zeros(num_keys, np.float32)
+            edge = np.concatenate([zeros, np.full_like(zeros, -np.inf)])
+            windows = self.mask_windows[num_keys] = sliding_window_view(edge, num_keys)
+        return windows[num_keys - lens]
 
     def as_slice(self, blocks: np.ndarray, num_real: int) -> slice | Tensor:
         """One row of consecutive blocks as a slice. What pads it may be any blocks: it is masked."""
