@@ -42,11 +42,12 @@ def check_model(engine: EngineConfig) -> None:
             f"--model {path}: no such directory; looked for config.json, *.safetensors and a "
             "tokenizer in it. Models are read from local directories, never downloaded by name"
         )
-    read_object(path / "config.json")
+    config = read_object(path / "config.json")
     if engine.load_format != "dummy":
         check_weights(path)
     if not engine.tokenizer:
         check_tokenizer(path, "--model")
+    check_vocabulary(Path(engine.tokenizer or engine.model), config.get("vocab_size"))
 
 
 def check_gguf(path: Path) -> None:
@@ -91,6 +92,29 @@ def check_tokenizer(path: Path, flag: str) -> None:
         raise ConfigError(
             f"{flag} {path}: no tokenizer here; looked for {' and '.join(TOKENIZER_FILES)}. "
             "If it is elsewhere, say so with --tokenizer DIR"
+        )
+
+
+def check_vocabulary(tokenizer: Path, embedded: Any) -> None:
+    """Raise ConfigError if the tokenizer has ordinary tokens that the model does not embed.
+
+    A first look at the commonest file format; tokenizer_proc compares every kind once it is loaded.
+    """
+    file = tokenizer / "tokenizer.json"
+    if not file.is_file() or not isinstance(embedded, int):
+        return
+    model = read_object(file).get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        last = max((i for i in vocab.values() if isinstance(i, int)), default=-1)
+    elif isinstance(vocab, list):
+        last = len(vocab) - 1
+    else:
+        return
+    if last >= embedded:
+        raise ConfigError(
+            f"{file}: has token ids up to {last}, but the model embeds only {embedded} (vocab_size in "
+            "config.json); use the tokenizer that belongs to the model"
         )
 
 
