@@ -114,9 +114,11 @@ class ReferenceAttention:
         """Decode rows by the number of blocks they see, rounded up to the quantum."""
         block_size = self.kv.block_size
         lens = np.array(inputs.seq_lens[: inputs.num_decodes], np.int64)
-        first = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-        first_block = first // block_size
-        num_blocks = (lens + block_size - 1) // block_size - first_block
+        num_blocks = (lens + block_size - 1) // block_size
+        if window is not None:
+            first = np.maximum(lens - window, 0)
+            first_block = first // block_size
+            num_blocks -= first_block
         quantum = max(1, GROUP_QUANTUM_TOKENS // block_size)
         padded = (num_blocks + quantum - 1) // quantum * quantum
         last_column = inputs.block_ids.shape[1] - 1
@@ -124,7 +126,9 @@ class ReferenceAttention:
         for size in np.unique(padded):
             members = np.nonzero(padded == size)[0]
             # columns past a row's end hold whatever they held before: those keys are masked
-            columns = np.minimum(first_block[members, None] + np.arange(size), last_column)
+            columns = np.minimum(np.arange(size), last_column)[None, :]
+            if window is not None:
+                columns = np.minimum(first_block[members, None] + np.arange(size), last_column)
             blocks = inputs.block_ids[members[:, None], columns].astype(np.int64)
             num_keys = int(size) * block_size
             if window is None:
