@@ -377,7 +377,8 @@ class Scheduler:
         tokens = result.token_ids.tolist()
         assert len(tokens) == len(launched.sampling), "one token per sampling row"
         logprobs, is_bad, output = result.logprobs, result.is_bad, self._output
-        block_size = self.config.block_size
+        block_size, add_token = self.config.block_size, self._output.add_token
+        num_added = 0
         for index, request in enumerate(launched.sampling):
             if request.status is RequestStatus.FINISHED:
                 continue  # a wasted row
@@ -386,20 +387,22 @@ class Scheduler:
                 self._finish(request, FinishReason.ERROR)
                 continue
             token = tokens[index]
-            request.token_ids.append(token)
-            num_known = len(request.token_ids)
-            self.generation_tokens += 1
-            output.add_token(request.req_id, token)
-            if index in logprobs:
+            known = request.token_ids
+            known.append(token)
+            num_known, num_computed = len(known), request.num_computed
+            num_added += 1
+            add_token(request.req_id, token)
+            if logprobs and index in logprobs:
                 output.add_logprobs(logprobs[index])
-            num_full = min(num_known, request.num_computed) // block_size
-            if num_full > request.num_named_blocks:
+            settled = num_known if num_known < num_computed else num_computed
+            if settled // block_size > request.num_named_blocks:
                 self.kv.name_full_blocks(request)
             if token in request.stop_token_ids and self._may_stop(request):
                 is_eos = token in request.eos_token_ids
                 self._finish(request, FinishReason.STOP, None if is_eos else token)
             elif num_known >= request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH)
+        self.generation_tokens += num_added
         if self.config.check_invariants:
             self.check_invariants()
 
