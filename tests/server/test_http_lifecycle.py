@@ -203,7 +203,9 @@ async def test_slow_reader_gets_merged_deltas_and_delays_nobody(site: Site) -> N
 
 async def test_a_reader_that_stops_for_good_is_dropped() -> None:
     async with running_site(write_timeout=0.3) as site:
-        site.backend.script = lambda g: Script(["x" * 20_000] * 400, hold="decode")
+        site.backend.script = lambda g: Script(
+            ["x" * 20_000] * 1500, hold="decode"
+        )  # more than sockets buffer
         async with stream_of(site) as stuck:
             assert stuck.status == 200
             ids = {generate.req_id for generate in site.backend.generates}
