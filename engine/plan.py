@@ -59,6 +59,18 @@ class StepPlan:
         return len(self.rows)
 
     @property
+    def is_decode(self) -> bool:
+        """Only decode rows: every row computes one token and samples."""
+        return self.num_decodes == len(self.rows)
+
+    @property
+    def query_start(self) -> list[int]:
+        """[B + 1] first token of each row, then the end."""
+        if self.is_decode:
+            return list(range(len(self.rows) + 1))
+        return [0, *np.cumsum(self.num_tokens).tolist()]
+
+    @property
     def total_tokens(self) -> int:
         return int(self.num_tokens.sum())
 

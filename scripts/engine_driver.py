@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine.api.config import EngineConfig
 from engine.api.hashing import block_names
-from engine.api.messages import AddRequest, StepOutput
+from engine.api.messages import AbortReason, AbortRequests, AddRequest, StepOutput
 from engine.api.sampling import SamplingParams
 from engine.build import build_engine
 
@@ -35,6 +35,19 @@ SHAPES: dict[str, dict[str, object]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
         "eos_token_id": 151645,
+    },
+    "tiny": {  # for measurements without a model's work
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
     },
     "0.5b": {  # Qwen2.5-0.5B
         "architectures": ["Qwen2ForCausalLM"],
@@ -109,6 +122,9 @@ class Driver:
             ]
         )
         return req_id
+
+    def abort(self, req_id: int) -> None:
+        self.loop.take([AbortRequests(req_ids=[req_id], reason=AbortReason.CLIENT)])
 
     def run(self) -> float:
         """Run until all requests are done; seconds it took."""

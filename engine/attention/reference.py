@@ -123,14 +123,17 @@ class ReferenceAttention:
         padded = (num_blocks + quantum - 1) // quantum * quantum
         last_column = inputs.block_ids.shape[1] - 1
         spans = []
-        for size in np.unique(padded):
-            members = np.nonzero(padded == size)[0]
+        sizes = sorted(set(padded.tolist()))
+        for size in sizes:
+            alone = len(sizes) == 1
+            members = np.arange(len(lens)) if alone else np.flatnonzero(padded == size)
             # columns past a row's end hold whatever they held before: those keys are masked
-            columns = np.minimum(np.arange(size), last_column)[None, :]
+            columns = np.arange(size)[None, :]
             if window is not None:
-                columns = np.minimum(first_block[members, None] + np.arange(size), last_column)
+                columns = columns + first_block[members, None]
+            columns = np.minimum(columns, last_column)
             blocks = inputs.block_ids[members[:, None], columns].astype(np.int64)
-            num_keys = int(size) * block_size
+            num_keys = size * block_size
             if window is None:
                 mask = self.tail_mask(lens[members], num_keys)
             else:
@@ -138,10 +141,9 @@ class ReferenceAttention:
                 position = np.arange(num_keys)[None, :] + offset[:, None]
                 hidden = (position >= lens[members, None]) | (position < first[members, None])
                 mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-            consecutive = len(members) == inputs.num_decodes
             spans.append(
                 Span(
-                    tokens=slice(0, len(members)) if consecutive else torch.from_numpy(members),
+                    tokens=slice(0, len(members)) if alone else torch.from_numpy(members),
                     num_rows=len(members),
                     blocks=self.as_slice(blocks, int(num_blocks[members[0]])),
                     num_keys=num_keys,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Int32Array = npt.NDArray[np.int32]
@@ -45,35 +46,41 @@ def prepare_inputs(
     min_logits: int = 4,
 ) -> TokenInputs:
     """Reference on the host (numpy), for a CPU device."""
-    ends = np.cumsum(num_tokens)
-    total = int(ends[-1])
-    padded = max(total, min_tokens)
-
-    positions = np.zeros(padded, np.int64)
-    slots = np.zeros(padded, np.int64)
-    ids = np.zeros(padded, np.int64)
+    row_of_token: Int32Array
+    positions: npt.NDArray[np.int64]
+    sampled: npt.NDArray[np.int64]
     if num_decodes == len(rows):
-        row_of_token = rows
-        positions[:total] = num_computed
+        row_of_token, positions, sampled = (
+            rows,
+            num_computed.astype(np.int64),
+            np.arange(len(rows), dtype=np.int64),
+        )
+        ids = last_token.index_select(0, torch.from_numpy(rows))
     else:
+        ends = np.cumsum(num_tokens, dtype=np.int64)
         row_of_token = np.repeat(rows, num_tokens)
-        shift = num_computed - (ends - num_tokens)
-        positions[:total] = np.arange(total) + np.repeat(shift, num_tokens)
-        ids[num_decodes:total] = prompt_tokens
-    block, offset = np.divmod(positions[:total], block_size)
-    slots[:total] = block_ids[row_of_token, block].astype(np.int64) * block_size + offset
+        shift = num_computed.astype(np.int64) - (ends - num_tokens)
+        positions = np.arange(ends[-1], dtype=np.int64) + np.repeat(shift, num_tokens)
+        sampled = ends[samples] - 1
+        decode_ids = last_token.index_select(0, torch.from_numpy(rows[:num_decodes]))
+        ids = torch.cat([decode_ids, torch.from_numpy(prompt_tokens).long()])
+    block = positions // block_size
+    # the slot's block times block_size, plus the offset positions - block * block_size
+    slots = positions + (block_ids[row_of_token, block] - block) * block_size
 
-    input_ids = torch.from_numpy(ids)
-    if num_decodes:
-        decode_rows = torch.from_numpy(rows[:num_decodes].astype(np.int64))
-        input_ids[:num_decodes] = last_token[decode_rows]
-
-    sampled = ends[samples] - 1
-    logits_indices = np.zeros(max(len(sampled), min_logits) if len(sampled) else 0, np.int64)
-    logits_indices[: len(sampled)] = sampled
+    if len(ids) < min_tokens:
+        ids = F.pad(ids, (0, min_tokens - len(ids)))
+        positions = pad(positions, min_tokens)
+        slots = pad(slots, min_tokens)
+    if 0 < len(sampled) < min_logits:
+        sampled = pad(sampled, min_logits)
     return TokenInputs(
-        input_ids,
-        torch.from_numpy(positions),
-        torch.from_numpy(slots),
-        torch.from_numpy(logits_indices),
+        ids, torch.from_numpy(positions), torch.from_numpy(slots), torch.from_numpy(sampled)
     )
+
+
+def pad(values: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+    """`values` and zeros behind, `size` in all."""
+    padded = np.zeros(size, np.int64)
+    padded[: len(values)] = values
+    return padded

@@ -52,7 +52,7 @@ class DeviceInputs:
             block_table=table.block_table,
             rows=plan.rows,
             num_decodes=decodes,
-            query_start=[0, *np.cumsum(plan.num_tokens).tolist()],
+            query_start=plan.query_start,
             seq_lens=seq_lens.tolist(),
             block_ids=table.block_ids[plan.rows],
             rows_device=rows,

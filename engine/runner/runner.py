@@ -76,14 +76,17 @@ class ModelRunner:
         inputs = self.step_inputs(plan)
         self.attention.plan(inputs, self.specs)
         hidden = self.model.forward(inputs, self.attention)
-        num_sampled = int(plan.samples.sum())
+        num_sampled = plan.batch_size if plan.is_decode else int(plan.samples.sum())
         if num_sampled == 0:
             return None
-        return self.model.logits(hidden.index_select(0, inputs.logits_indices))[:num_sampled]
+        if len(inputs.logits_indices) < len(hidden) or not plan.is_decode:
+            hidden = hidden.index_select(0, inputs.logits_indices)
+        return self.model.logits(hidden)[:num_sampled]
 
     def sample(self, plan: StepPlan, logits: Tensor) -> StepHandle:
-        rows = plan.rows[plan.samples]
-        positions = (plan.num_computed + plan.num_tokens)[plan.samples].astype(np.int64)
+        rows, positions = plan.rows, (plan.num_computed + plan.num_tokens).astype(np.int64)
+        if not plan.is_decode:
+            rows, positions = rows[plan.samples], positions[plan.samples]
         if isinstance(self.sampler, DeviceSampler):
             last_token = self.table.last_token
             sample = self.sampler.sample(logits, rows, positions, last_token=last_token)
@@ -92,7 +95,8 @@ class ModelRunner:
             done.record()
             return StepHandle(on_host, done)
         sample = self.sampler.sample(logits, rows, positions)
-        self.table.last_token[torch.from_numpy(rows.astype(np.int64))] = sample.token_ids
+        index = torch.from_numpy(rows.astype(np.int64))
+        self.table.last_token.index_copy_(0, index, sample.token_ids)
         return StepHandle(sample)
 
     def step_inputs(self, plan: StepPlan) -> StepInputs:
@@ -122,7 +126,7 @@ class ModelRunner:
             block_table=torch.from_numpy(block_ids),
             rows=plan.rows,
             num_decodes=plan.num_decodes,
-            query_start=[0, *np.cumsum(plan.num_tokens).tolist()],
+            query_start=plan.query_start,
             seq_lens=seq_lens.tolist(),
             block_ids=block_ids,
         )

@@ -57,31 +57,31 @@ class StepDraft:
         """The plan. All grants are counted in `num_computed` already."""
         decodes, prefills = self.decodes, self.prefills
         num_decodes = len(decodes)
+        size = num_decodes + len(prefills)
         rows = [r.row for r in decodes]
         num_computed = [r.num_computed - 1 for r in decodes]
-        num_tokens = [1] * num_decodes
-        samples = [True] * num_decodes
+        num_tokens = np.ones(size, np.int32)
+        samples = np.ones(size, np.bool_)
         req_ids = [r.req_id for r in decodes]
         sampling = list(decodes)
         prompt_tokens = array("i")
-        for request, count in prefills:
+        for index, (request, count) in enumerate(prefills, num_decodes):
             end = request.num_computed
             rows.append(request.row)
             num_computed.append(end - count)
-            num_tokens.append(count)
+            num_tokens[index] = count
             req_ids.append(request.req_id)
             prompt_tokens.extend(request.token_ids[end - count : end])
-            is_last = end == request.num_prefill_tokens
-            samples.append(is_last)
-            if is_last:
+            samples[index] = end == request.num_prefill_tokens
+            if samples[index]:
                 sampling.append(request)
         plan = StepPlan(
             step_id=step_id,
             num_decodes=num_decodes,
             rows=np.array(rows, np.int32),
-            num_tokens=np.array(num_tokens, np.int32),
+            num_tokens=num_tokens,
             num_computed=np.array(num_computed, np.int32),
-            samples=np.array(samples, np.bool_),
+            samples=samples,
             prompt_tokens=np.array(prompt_tokens, np.int32),
             new_rows=self.new_rows,
             appended=[(r.row, before, r.block_ids[before:]) for r, before in self.grown],
