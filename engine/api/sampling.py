@@ -1,8 +1,24 @@
 """Sampling parameters: one type for HTTP requests, for the wire and for offline use."""
 
+from typing import Literal
+
 import msgspec
 
 INT64_MAX = 2**63 - 1
+
+
+class StructuredOutput(msgspec.Struct, array_like=True, frozen=True):
+    """What the text of a completion has to look like.
+
+    kind      value
+    json      a JSON schema, as JSON text; "{}" allows any JSON object
+    regex     a regular expression that the whole text matches
+    choice    a JSON list of strings, one of which is the text
+    grammar   a context-free grammar in Lark's notation
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    value: str
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=False):
