@@ -47,6 +47,10 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     logprobs: int | None = None  # None: off; k: the sampled token's and the k best
     logit_bias: dict[int, float] = {}
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None  # None: any text
+    allowed_token_ids: list[int] | None = None  # None: all; a list: only these
+    bad_words: list[str] = []  # texts that may not be generated
+    bad_word_ids: list[list[int]] = []  # their spellings in tokens; set by tokenizer_proc
 
     def __post_init__(self) -> None:
         stop: list[str] | str = self.stop
@@ -91,6 +95,38 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         for token_id, bias in self.logit_bias.items():
             check_int("logit_bias", token_id, 0, INT64_MAX, what="each token id of logit_bias")
             check_range("logit_bias", bias, -100.0, 100.0)
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ParamError(
+                    "allowed_token_ids",
+                    "allowed_token_ids is empty, which allows no token at all; leave it out to "
+                    "allow all",
+                )
+            for token_id in self.allowed_token_ids:
+                check_int(
+                    "allowed_token_ids", token_id, 0, INT64_MAX, what="each of allowed_token_ids"
+                )
+        if len(self.bad_words) > 128:
+            raise ParamError(
+                "bad_words", f"bad_words takes at most 128 strings, got {len(self.bad_words)}"
+            )
+        for word in self.bad_words:
+            if not isinstance(word, str) or not 1 <= len(word) <= 256:
+                raise ParamError(
+                    "bad_words", f"each of bad_words must have 1 to 256 characters, got {word!r:.80}"
+                )
+
+    @property
+    def has_constraints(self) -> bool:
+        """Whether some tokens are forbidden, which ones depending on the tokens before."""
+        return (
+            self.structured is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_word_ids)
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -65,6 +65,7 @@ def in_range(name: str, value: Any) -> Any:
         "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "min_tokens": 3, "max_tokens": 4,
         "presence_penalty": -1.0, "frequency_penalty": 1.5, "repetition_penalty": 1.25,
         "stop": ["a", "é"], "stop_token_ids": [7], "logprobs": 3, "logit_bias": {5: -1.5}, "seed": -9,
+        "allowed_token_ids": [3], "bad_words": ["é"], "bad_word_ids": [[3, 4]],
     }
     # fmt: on
     return limits.get(name, value)
