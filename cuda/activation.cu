@@ -3,6 +3,7 @@
 //   -DSCALAR_* -DINNER=<a multiple of VEC> -DACTIVATION=silu | gelu_tanh | gelu
 //
 // f's result is rounded to scalar_t before the product, as two separate torch operations would do.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/vec.cuh"
 
@@ -22,6 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 act_and_mul(const scalar_t* __restrict__ gate_up, scalar_t* __restrict__ out, i64 num_vecs) {
   const i64 first = (i64)blockIdx.x * (THREADS * PER_THREAD) + threadIdx.x;
   uint4 gate[PER_THREAD], up[PER_THREAD];
+  grid_dependency_wait();
+  grid_dependency_launch();
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     const i64 v = first + i * THREADS;

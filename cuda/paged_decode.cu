@@ -14,6 +14,7 @@
 //
 // The warps' softmax sums meet in shared memory at the end. Of a row that is split into several items,
 // each leaves its part in global memory, and the block that finds all others' parts there merges them.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
@@ -134,8 +135,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     }
     copy_async_commit();
   };
+  // Plans and block tables are older than the kernel before this one, which wrote q and the newest token,
+  // which can only be an item's last.
+  bool has_waited = false;
   #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) load_tile(i);
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (!has_waited && warp + i * NUM_WARPS >= num_tiles - 1) {
+      grid_dependency_wait();
+      has_waited = true;
+    }
+    load_tile(i);
+  }
+  if (!has_waited) grid_dependency_wait();
+  grid_dependency_launch();
 
   auto load_query = [&](int k, u32 (&a)[4]) {
     #pragma unroll

@@ -4,6 +4,7 @@
 // One thread block of 1024, thread i for row i. First the chunk: each warp tries two candidates. Then
 // each row's places in the lists, by prefix sums, and the items. All of it in integers and in a fixed
 // order, so that the host's twin gives the same list.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/work_item.cuh"
 
@@ -63,6 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
   __shared__ u64 bucket_counts[BUCKETS * WARPS];
   const int i = threadIdx.x, warp = i >> 5, lane = i & 31;
 
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int len = i < batch ? max(0, seq_lens[i]) : 0;
   const int begin = window > 0 ? max(0, len - window) : 0;
   const int base = begin & ~(TILE - 1);

@@ -2,6 +2,7 @@
 //
 // One thread block. First the block table takes in the blocks appended since the last step, then each
 // thread prepares its rows; the barrier between orders a row's look-up after its own append.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) prepare_decode(
@@ -15,6 +16,8 @@ extern "C" __global__ void __launch_bounds__(1024) prepare_decode(
     int* __restrict__ seq_lens,           // [batch]
     int batch, int max_batch, int table_stride, int block_size)
 {
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int num_rows = staged[0], num_updates = staged[1];
   const int* staged_rows = staged + 4;
   const int* staged_computed = staged_rows + max_batch;

@@ -6,6 +6,7 @@
 //
 //   THREADS = 32: a warp for each row, ROWS rows in a block.   Else one row in a block.
 //   thread t holds the vectors t, t + THREADS, ...: neighbours read neighbouring 16 bytes
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -33,10 +34,8 @@ DEV void load_row(RowPart& part, const scalar_t* row, int thread) {
   }
 }
 
-DEV void norm_row(const RowPart& part, const scalar_t* weight, scalar_t* y, float eps, int thread) {
+DEV void norm_row(const RowPart& part, const RowPart& w, scalar_t* y, float eps, int thread) {
   __shared__ float partial[32];
-  RowPart w;
-  load_row(w, weight, thread);  // on its way while the sum is formed
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
@@ -65,9 +64,12 @@ rms_norm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight,
          scalar_t* __restrict__ y, i64 x_stride, int num_rows, float eps) {
   const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
   if (row >= num_rows) return;
-  RowPart part;
+  RowPart part, w;
+  load_row(w, weight, thread);
+  grid_dependency_wait();
+  grid_dependency_launch();
   load_row(part, x + row * x_stride, thread);
-  norm_row(part, weight, y + (i64)row * HIDDEN, eps, thread);
+  norm_row(part, w, y + (i64)row * HIDDEN, eps, thread);
 }
 
 // residual += x, rounded to scalar_t; y = rms_norm(residual). All [rows, HIDDEN] contiguous; y may be x.
@@ -77,7 +79,10 @@ add_rms_norm(const scalar_t* x, scalar_t* residual, const scalar_t* __restrict__
   const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
   if (row >= num_rows) return;
   const i64 first = (i64)row * HIDDEN;
-  RowPart part, added;
+  RowPart part, added, w;
+  load_row(w, weight, thread);
+  grid_dependency_wait();
+  grid_dependency_launch();
   load_row(part, residual + first, thread);
   load_row(added, x + first, thread);
 #pragma unroll
@@ -90,5 +95,5 @@ add_rms_norm(const scalar_t* x, scalar_t* residual, const scalar_t* __restrict__
     part.data[i] = pack16(a);
     if (has_vec(thread, i)) store16(residual + first + (thread + i * THREADS) * VEC, part.data[i]);
   }
-  norm_row(part, weight, y + first, eps, thread);
+  norm_row(part, w, y + first, eps, thread);
 }

@@ -11,6 +11,7 @@
 //          |<---- HEAD_DIM / 2 --->|<---- HEAD_DIM / 2 --->|
 //
 // GROUP is a power of two so that lanes can add up; at head sizes 80, 96 and the like some are idle.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -74,18 +75,20 @@ rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_
   const bool active = lane < LANES && head < num_rotated + num_kv_heads;
   const bool is_rotated = active && head < num_rotated;
 
-  // all loads first, so that their latencies overlap
+  // all loads first, so that their latencies overlap; only qkv comes from the kernel just before
   const i64 slot = slots[token];
+  float c[8], s[8];
+  if (is_rotated) {
+    load_angles((const u8*)cos + token * angle_stride * ANGLE_BYTES, element, c);
+    load_angles((const u8*)sin + token * angle_stride * ANGLE_BYTES, element, s);
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();
   uint4 first_half = make_uint4(0, 0, 0, 0), second_half = first_half;
   if (active) {
     const scalar_t* p = qkv + token * qkv_stride + head * HEAD_DIM + element;
     first_half = load16(p);
     second_half = load16(p + HALF);
-  }
-  float c[8], s[8];
-  if (is_rotated) {
-    load_angles((const u8*)cos + token * angle_stride * ANGLE_BYTES, element, c);
-    load_angles((const u8*)sin + token * angle_stride * ANGLE_BYTES, element, s);
   }
   float a[8], b[8];
   unpack16(first_half, a);

@@ -1,5 +1,5 @@
 // What Hopper adds: mbarriers with transaction counts, the tensor copy engine (TMA), warpgroup matrix
-// products (wgmma), register reallocation and dependent launches. Inline PTX (PTX ISA 8.0), for sm_90a.
+// products (wgmma) and register reallocation. Inline PTX (PTX ISA 8.0), for sm_90a.
 //
 // A tile in shared memory is rows of 64 16-bit elements (128 bytes), written by TMA with the 128-byte
 // swizzle: 16-byte chunk c of row r lies at chunk c ^ (r & 7). Its base is a multiple of 1024 bytes.
@@ -7,6 +7,7 @@
 //
 //   -DSLUICE_TRAP=1   a wait that does not end traps (an error) instead of hanging the device
 #pragma once
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/sm90_emulated.cuh"
 
@@ -50,23 +51,6 @@ DEV void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile("trap;");
 #else
   while (!mbarrier_try_wait(barrier, parity)) {}
-#endif
-}
-
-// --- Programmatic dependent launch: a kernel may start while the one before it in the stream ends ---
-//
-// Everything before grid_dependency_wait() may overlap with that kernel, so it must not touch what it
-// writes. Without the launch attribute, and before Hopper, there is no overlap and these do nothing.
-
-DEV void grid_dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// Lets the next kernel start once every block has come here. It still waits for this one's results.
-DEV void grid_dependency_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

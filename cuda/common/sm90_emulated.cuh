@@ -43,9 +43,6 @@ DEV void mbarrier_wait(u32 barrier, u32 parity) {
   while (emulated_mbarrier(barrier).phase == parity) emu::yield();
 }
 
-DEV void grid_dependency_wait() {}
-DEV void grid_dependency_launch() {}
-
 struct EmulatedNamedBarrier { int arrived; u32 round; };
 inline EmulatedNamedBarrier emulated_named_barriers[16];
 

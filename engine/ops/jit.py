@@ -14,7 +14,8 @@ CuPy and NVRTC are imported when a kernel is asked for, never before: this modul
 
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.ops.dependent_launch import launch_dependent
 from engine.ops.kernel_build import Built, Progress, build
-from engine.ops.kernel_cache import Job, KernelCache
+from engine.ops.kernel_cache import SOURCE_ROOT, Job, KernelCache
 from engine.ops.nvrtc import KernelBuildError
 
 Defines = Mapping[str, str | int | float]
@@ -64,6 +66,7 @@ class Settings:
 
     cache_dir: Path | None = None  # None: $XDG_CACHE_HOME/sluice/kernels
     require_cached: bool = False  # refuse to compile
+    dependent_launches: bool = False  # see `dependent_launches`
 
 
 settings = Settings()
@@ -72,6 +75,17 @@ _kernels: dict[tuple[object, ...], "Kernel"] = {}
 _caches: dict[Path | None, KernelCache] = {}
 _report: dict[Job, Built] = {}
 _lock = threading.RLock()
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Within it, kernels may start while the kernel before them ends, where both are written for that
+    (cuda/common/dependent_launch.cuh). It costs the host some microseconds a launch: for captures."""
+    settings.dependent_launches = torch.cuda.get_device_capability() >= (9, 0)
+    try:
+        yield
+    finally:
+        settings.dependent_launches = False
 
 
 def scalar_define(dtype: torch.dtype) -> str:
@@ -174,6 +188,7 @@ class Kernel:
         self._functions: dict[int, Any] = {}  # by device: a CUDA module belongs to one
         self._packers: dict[tuple[type, ...], ArgumentPacker] = {}
         self._stream = RawStream()
+        self._is_dependent = "grid_dependency_wait" in (SOURCE_ROOT / source).read_text()
         self._lock = threading.Lock()  # of the packers' buffers and the stream object
 
     def __call__(
@@ -197,13 +212,12 @@ class Kernel:
                 packer = self._packers[types] = ArgumentPacker(self.name, args)
             packer.fill(args)
             self._stream.ptr = torch._C._cuda_getCurrentRawStream(device)  # never the last call's
-            function(
-                grid,
-                block,
-                packer.pointers,
-                self.smem_bytes if smem_bytes is None else smem_bytes,
-                self._stream,
-            )
+            size = self.smem_bytes if smem_bytes is None else smem_bytes
+            if self._is_dependent and settings.dependent_launches:
+                stream = self._stream.ptr
+                launch_dependent(function.ptr, grid, block, packer.addresses, size, stream)
+            else:
+                function(grid, block, packer.pointers, size, self._stream)
 
     def build(self, arch: str) -> Built:
         """Compile for `arch`, or find the result. Raises KernelBuildError."""
@@ -290,6 +304,7 @@ class ArgumentPacker:
             CNumpyArray(self.buffer[start : start + nbytes])
             for start, nbytes in zip(offsets, self.nbytes, strict=True)
         )
+        self.addresses = [self.buffer.ctypes.data + start for start in offsets]
 
     def fill(self, args: Sequence[object]) -> None:
         """Write the values; their types must be those of the first call."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.attention.base import StepInputs
 from engine.models.base import Model
+from engine.ops import jit
 from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
 from engine.plan import StepPlan
 from engine.runner.request_table import RequestTable, table_updates
@@ -96,7 +97,7 @@ class DecodeGraphs:
                 self.body(size)  # cuBLAS workspaces and lazily loaded kernels
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream), jit.dependent_launches():
                 self.logits[size] = self.body(size)
             pool = graph.pool()
             self.graphs[size] = graph

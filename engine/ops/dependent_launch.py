@@ -1,0 +1,67 @@
+"""Launch a kernel that may start before the kernel in front of it has ended.
+
+CuPy's launch has no attributes, so this calls the driver's cuLaunchKernelEx. (CUDA driver API,
+"Execution Control"; the attribute is CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.) In a captured
+graph it makes a programmatic edge. What kernels have to do for it: cuda/common/dependent_launch.cuh.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, and a union of 64 bytes of which this one uses an int."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("unused", ctypes.c_char * 60),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def launch_dependent(
+    function: int,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: Sequence[int],  # addresses of the arguments' values, read before this returns
+    smem_bytes: int,
+    stream: int,
+) -> None:
+    """Launch the CUfunction. Raises RuntimeError with the driver's error number."""
+    attribute = Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    config = LaunchConfig(
+        grid=(*grid, 1, 1)[:3],
+        block=(*block, 1, 1)[:3],
+        smem_bytes=smem_bytes,
+        stream=stream,
+        attributes=ctypes.pointer(attribute),
+        num_attributes=1,
+    )
+    addresses = (ctypes.c_void_p * len(arguments))(*arguments)
+    status = driver().cuLaunchKernelEx(
+        ctypes.byref(config), ctypes.c_void_p(function), addresses, None
+    )
+    if status:
+        raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
