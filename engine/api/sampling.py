@@ -116,7 +116,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         for word in self.bad_words:
             if not isinstance(word, str) or not 1 <= len(word) <= 256:
                 raise ParamError(
-                    "bad_words", f"each of bad_words must have 1 to 256 characters, got {word!r:.80}"
+                    "bad_words",
+                    f"each of bad_words must have 1 to 256 characters, got {word!r:.80}",
                 )
 
     @property

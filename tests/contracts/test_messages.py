@@ -39,6 +39,8 @@ def sample(kind: inspect.Type, size: int) -> list[Any]:
             return [{"role": "user", "content": [None, 1, 2.5, "x"]}]
         case inspect.EnumType():
             return list(kind.cls)
+        case inspect.LiteralType():
+            return list(kind.values)
         case inspect.ListType():
             return [spread(kind.item_type, size), []]
         case inspect.DictType():
