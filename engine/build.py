@@ -144,14 +144,15 @@ def build_cpu_runner(model_config: ModelConfig, model: Model, resolved: Resolved
         model_config.num_kv_heads,
         resolved.block_size,
         model_config.head_dim,
-        resolved.dtype,
+        resolved.kv_dtype,
         resolved.device,
+        model.kv_scales,
     )
     max_blocks = -(-resolved.max_model_len // resolved.block_size) + 1
     num_rows = resolved.max_num_seqs + 1
     return ModelRunner(
         model,
-        ReferenceAttention(kv_cache),
+        ReferenceAttention(kv_cache, resolved.dtype),
         Sampler(num_rows, model_config.vocab_size, model_config.eos_token_ids, resolved.device),
         RequestTable(num_rows, max_blocks, resolved.device),
     )
@@ -203,15 +204,20 @@ def account(engine: Engine) -> list[str]:
     """The start-up table: what was decided and why, and what the memory buys."""
     r = engine.resolved
     tokens = (r.num_blocks - 1) * r.block_size
+    kv_dtype = str(r.kv_dtype).removeprefix("torch.")
     rows = [
         ("model", f"{engine.model_config.architecture}, {engine.model_config.num_layers} layers"),
         ("device", device_line(r)),
         ("dtype", f"{engine.limits.dtype} ({r.reasons['dtype']})"),
         ("weights", f"{engine.weights_bytes / GIB:.2f} GiB in {engine.seconds['load']:.1f} s"),
         (
+            "kv dtype",
+            f"{kv_dtype}, {r.block_bytes // r.block_size} bytes a token ({r.reasons['kv_dtype']})",
+        ),
+        (
             "kv cache",
             f"{(r.num_blocks - 1) * r.block_bytes / GIB:.2f} GiB = {r.num_blocks - 1} blocks of "
-            f"{r.block_size} = {tokens} tokens, {r.block_bytes // r.block_size} bytes a token "
+            f"{r.block_size} = {tokens} tokens "
             f"({r.reasons['num_blocks']})",
         ),
         ("max model len", f"{r.max_model_len} ({r.reasons['max_model_len']})"),

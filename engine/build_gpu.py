@@ -41,7 +41,7 @@ def compile_kernels(model: ModelConfig, resolved: Resolved, progress: Progress) 
     """Have all kernels of this model in the cache, compiling what is missing."""
     config = jit.KernelConfig(
         dtype=resolved.dtype,
-        kv_dtype=resolved.dtype,
+        kv_dtype=resolved.kv_dtype,
         head_dim=model.head_dim,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -118,8 +118,9 @@ def make_runner(
         model_config.num_kv_heads,
         resolved.block_size,
         model_config.head_dim,
-        resolved.dtype,
+        resolved.kv_dtype,
         device,
+        model.kv_scales,
     )
     attention = PagedAttention(
         kv, distinct(model.attention_specs), max_rows, resolved.max_model_len, device

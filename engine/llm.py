@@ -64,7 +64,6 @@ FIXED_SETTINGS: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "trust_remote_code": (False,),
     "quantization": (None,),
-    "kv_cache_dtype": ("auto",),
     "swap_space": (0,),
     "preemption_mode": (None, "recompute"),
 }

@@ -30,6 +30,11 @@ TORCH_DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
+KV_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 LEAST_MODEL_LEN = 2  # a token of prompt, a token of completion
 
@@ -49,6 +54,7 @@ class Resolved:
     block_bytes: int = 0
     overlap: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
+    kv_dtype: torch.dtype = torch.float32
 
     @property
     def is_gpu(self) -> bool:
@@ -67,6 +73,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     r = Resolved()
     decide_device(r, config)
     decide_dtype(r, config, model)
+    decide_kv_dtype(r, config)
     decide_threads(r, config)
     decide_max_model_len(r, config, model)
     decide_batch_limits(r, config)
@@ -116,6 +123,18 @@ def decide_dtype(r: Resolved, config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError("--dtype float16 is for GPUs; on a CPU use bfloat16 or float32")
     if r.dtype is torch.float32 and r.is_gpu:
         raise ConfigError("--dtype float32 is for CPUs; on a GPU use bfloat16 or float16")
+
+
+def decide_kv_dtype(r: Resolved, config: EngineConfig) -> None:
+    if config.kv_cache_dtype == "auto":
+        r.set("kv_dtype", r.dtype, "auto: the model's")
+        return
+    if r.is_gpu and r.dtype is torch.float32:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: with --dtype float32 a GPU's KV cache is float32, "
+            "as that is for checking numbers; use bfloat16 or float16, or leave the flag out"
+        )
+    r.set("kv_dtype", KV_DTYPES[config.kv_cache_dtype], "flag")
 
 
 def has_fast_bfloat16() -> bool:
@@ -226,7 +245,7 @@ def decide_num_blocks(
     Shrinks max_model_len if it was `auto`; raises ConfigError (75) if a request of the asked length
     cannot fit, or if the cache that was asked for exceeds the memory that is free.
     """
-    r.block_bytes = kv_block_bytes(model, r.block_size, r.dtype)
+    r.block_bytes = kv_block_bytes(model, r.block_size, r.kv_dtype)
     check_range("--num-blocks", config.num_blocks, MOST_BLOCKS)
     check_range("--kv-cache-gib", config.kv_cache_gib, MOST_GIB)
     if config.num_blocks:

@@ -168,6 +168,13 @@ class EngineConfig:
     check_invariants: bool = arg(
         False, "verify scheduler and block pool after every step (slow; for tests)", "logging"
     )
+    kv_cache_dtype: str = arg(
+        "auto",
+        "auto: the model's dtype; fp8 (= fp8_e4m3) and fp8_e5m2 halve the cache, so that twice the "
+        "tokens fit, at some loss of accuracy; on a CPU decode becomes slower",
+        "kv cache",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    )
 
 
 def parse_length(text: str, flag: str = "--max-model-len") -> int | None:

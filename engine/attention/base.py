@@ -1,12 +1,15 @@
 """What a model knows of attention: the inputs of a step, and a backend to hand its heads to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+KVScales = tuple[float, float]  # of a layer's keys and values
+SCRUBBED_BLOCKS = 1024  # at a time
 
 
 @dataclass(slots=True)
@@ -57,10 +60,26 @@ class KVCache:
     k: list[Tensor]
     v: list[Tensor]
     block_size: int
+    # by layer, what its cached (keys, values) are to be multiplied by; empty: 1 for all. 8-bit caches only
+    scales: list[KVScales] = field(default_factory=list)
 
     @property
     def num_blocks(self) -> int:
         return self.k[0].shape[0]
+
+    def scales_of(self, layer: int) -> KVScales:
+        return self.scales[layer] if self.scales else (1.0, 1.0)
+
+    def scrub(self) -> None:
+        """Replace NaN and infinity by zeros, in place and with little memory beside the cache."""
+        for tensor in (*self.k, *self.v):
+            if tensor.dtype.itemsize > 1:
+                torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+                continue
+            # torch has no such operation for 8-bit floats: the largest codes are what is not finite
+            limit = torch.tensor(torch.finfo(tensor.dtype).max).to(tensor.dtype).view(torch.uint8)
+            for blocks in tensor.view(torch.uint8).split(SCRUBBED_BLOCKS):
+                blocks.masked_fill_((blocks & 0x7F) > int(limit), 0)
 
 
 def allocate_kv_cache(
@@ -71,8 +90,12 @@ def allocate_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    scales: list[KVScales] | None = None,
 ) -> KVCache:
-    """Zeroed cache of `num_blocks` blocks, the reserved block 0 included."""
+    """Zeroed cache of `num_blocks` blocks, the reserved block 0 included.
+
+    `scales` are kept for a `dtype` of 8 bits, and ignored for others, which hold numbers as they are.
+    """
 
     def one() -> Tensor:
         if device.type == "cpu":
@@ -80,14 +103,16 @@ def allocate_kv_cache(
             num_bytes = num_kv_heads * num_blocks * block_size * head_dim * dtype.itemsize
             flat = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype)
             return flat.view(num_kv_heads, num_blocks, block_size, head_dim).transpose(0, 1)
-        return torch.zeros(
-            (num_blocks, num_kv_heads, block_size, head_dim), dtype=dtype, device=device
-        )
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        if dtype.itemsize == 1:  # zeros of all 8-bit types are zero bytes
+            return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     return KVCache(
         k=[one() for _ in range(num_layers)],
         v=[one() for _ in range(num_layers)],
         block_size=block_size,
+        scales=(scales or []) if dtype.itemsize == 1 else [],
     )
 
 

@@ -42,7 +42,6 @@ class PagedAttention:
 
     deterministic: a row's result does not depend on the other rows of the step. Costs speed when few
     rows with long contexts share the device.
-    scales: what each layer's cached (keys, values) are to be multiplied by; None: 1.
     """
 
     def __init__(
@@ -53,13 +52,11 @@ class PagedAttention:
         max_model_len: int,
         device: torch.device,
         deterministic: bool = False,
-        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         """Raises ValueError for head sizes or groups that kernels do not take."""
         spec = specs[0]
         self.kv = kv
         self.device = device
-        self.scales = scales or [(1.0, 1.0)] * len(kv.k)
         arch = jit.device_arch(device.index)
         kv_dtype = kv.k[0].dtype
         self.queries_per_item = queries_per_item(
@@ -131,7 +128,7 @@ class PagedAttention:
         """See AttentionBackend.attend. Under capture, what it reads from the host is the batch size."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
-        k_scale, v_scale = self.scales[layer]
+        k_scale, v_scale = self.kv.scales_of(layer)
         if self.num_decodes:
             paged_decode(
                 q[: self.num_decodes],
@@ -178,7 +175,7 @@ class PagedAttention:
                     out,
                     spec.sliding_window,
                     spec.softcap,
-                    *self.scales[layer],
+                    *self.kv.scales_of(layer),
                 )
 
     def upload(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:

@@ -12,7 +12,8 @@ when it runs on several threads, and is no faster here.) A row whose blocks are 
 cache is head-major on a CPU, so its keys are a view.
 
 Prefill chunks are cut into tiles of queries, each seeing only the keys up to its last query, which
-halves the work of a whole prompt. In float32 a tile is one fused call, its G heads per KV head a batch
+halves the work of a whole prompt. A cache of 8-bit floats is read through copies in the arithmetic's dtype:
+slower, but half the memory or less. In float32 a tile is one fused call, its G heads per KV head a batch
 over K and V of stride 0; in bfloat16 plain batched products are up to twice as fast.
 """
 
@@ -45,10 +46,11 @@ class Span:
 class ReferenceAttention:
     """AttentionBackend in torch operations. Not for use by two steps at once (it owns scratch)."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVCache, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of queries and arithmetic, if it is not the cache's."""
         self.kv = kv
         self.spans: dict[int | None, list[Span]] = {}  # by sliding window
-        self.dtype = kv.k[0].dtype
+        self.dtype = dtype or kv.k[0].dtype
         # head-major views [Hkv, num_blocks, block_size, D]
         self.keys = [k.transpose(0, 1) for k in kv.k]
         self.values = [v.transpose(0, 1) for v in kv.v]
@@ -76,9 +78,12 @@ class ReferenceAttention:
     def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
         """See AttentionBackend.attend. The result is valid until the next call."""
         group = spec.num_heads // spec.num_kv_heads
+        k_scale, v_scale = self.kv.scales_of(layer)
         for span in self.spans[spec.sliding_window]:
-            k = self.gather(self.keys[layer], span, self.key_scratch)  # [Hkv, rows, keys, D]
-            v = self.gather(self.values[layer], span, self.value_scratch)
+            k = self.gather(
+                self.keys[layer], span, self.key_scratch, k_scale
+            )  # [Hkv, rows, keys, D]
+            v = self.gather(self.values[layer], span, self.value_scratch, v_scale)
             rows = (
                 q[span.tokens] if isinstance(span.tokens, slice) else q.index_select(0, span.tokens)
             )
@@ -91,9 +96,19 @@ class ReferenceAttention:
                 self.out.index_copy_(0, span.tokens, result.reshape(-1, self.out.shape[1]))
         return self.out
 
-    def gather(self, cache: Tensor, span: Span, scratch: Tensor) -> Tensor:
+    def gather(self, cache: Tensor, span: Span, scratch: Tensor, scale: float) -> Tensor:
         """Keys or values of a span, [Hkv, rows, keys, D]: a view where possible."""
         heads, _, block_size, head_dim = cache.shape
+        if cache.dtype.itemsize == 1:
+            blocks = cache.view(torch.uint8)  # torch does not index 8-bit floats
+            if isinstance(span.blocks, slice):
+                blocks = blocks[:, span.blocks]
+            else:
+                blocks = blocks.index_select(1, span.blocks)
+            numbers = blocks.view(cache.dtype).to(self.dtype)
+            if scale != 1:
+                numbers.mul_(scale)
+            return numbers.reshape(heads, span.num_rows, span.num_keys, head_dim)
         if isinstance(span.blocks, slice):
             return cache[:, span.blocks].reshape(heads, 1, span.num_keys, head_dim)
         num_blocks = len(span.blocks)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
+from engine.attention.base import AttentionBackend, AttentionSpec, KVScales, StepInputs
 
 
 class Model(Protocol):
@@ -14,6 +14,7 @@ class Model(Protocol):
     vocab_size: int  # rows of the output head
     max_model_len: int  # as config.json and rope scaling allow
     attention_specs: list[AttentionSpec]  # one per layer
+    kv_scales: list[KVScales]  # one per layer, for a KV cache of 8 bits
 
     def forward(self, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
         """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
+from engine.attention.base import AttentionBackend, AttentionSpec, KVScales, StepInputs
 from engine.layers.embedding import Embedding, OutputHead
 from engine.layers.linear import Linear
 from engine.layers.norm import QkNorm, RmsNorm
@@ -147,6 +147,7 @@ class DecoderLayer:
             spec.num_heads,
             self.qk_norm.weight if self.qk_norm is not None else None,
             spec.rms_norm_eps,
+            *kv.scales_of(self.index),
         )
         attended = self.output(attention.attend(self.index, q, self.attention_spec, inputs))
         gate_up = self.gate_up(self.mlp_norm(hidden, attended))
@@ -167,6 +168,7 @@ class Decoder:
         self.norm = RmsNorm("model.norm", spec.hidden_size, spec.rms_norm_eps)
         self.head = OutputHead("lm_head", self.embedding, tied=spec.tied_head)
         self.attention_specs = [layer.attention_spec for layer in self.layers]
+        self.kv_scales: list[KVScales] = [(1.0, 1.0)] * spec.num_layers  # the loader's to change
 
     def weighted_layers(self) -> Iterator[WeightedLayer]:
         """All layers with weights, in the order in which they are loaded."""

@@ -138,8 +138,7 @@ class ModelRunner:
         Masked positions are multiplied by zero, and zero times NaN would spread to whoever gets the
         blocks next.
         """
-        for tensor in (*self.attention.kv.k, *self.attention.kv.v):
-            torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+        self.attention.kv.scrub()
 
 
 def to_pinned_host(sample: SampleOutput) -> SampleOutput:

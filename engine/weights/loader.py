@@ -16,6 +16,7 @@ from engine.api.config import ConfigError
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, build_model
 from engine.weights.checkpoint import FLOAT_TYPES, Checkpoint, open_checkpoint
+from engine.weights.kv_scales import Scales, read_kv_scales
 from engine.weights.slots import Slot, Source
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def load_model(
         del tensors  # before the next layer is allocated
         if progress is not None and slots:
             progress(done / total, slots[0].layer)
+    model.kv_scales = reader.kv_scales(model.num_layers)
     reader.finish(config)
     return model
 
@@ -107,6 +109,13 @@ class Reader:
             self.noted_casts.add(dtype)
             logger.info("weights are converted from %s to %s while loading", dtype, self.dtype)
 
+    def kv_scales(self, num_layers: int) -> list[Scales]:
+        """What each layer's keys and values are to be divided by in an 8-bit cache."""
+        scales, used = read_kv_scales(self.checkpoint, num_layers)
+        for name in used:
+            self.unused.pop(name, None)
+        return scales
+
     def finish(self, config: ModelConfig) -> None:
         """Raise ConfigError if tensors are left over that ought to have a place in the model."""
         left = {n: f for n, f in self.unused.items() if not n.endswith(ROTARY_BUFFER)}
@@ -137,6 +146,9 @@ class DummyReader:
             ):  # on the weights' own device, which may be a hundred times faster
                 self.generator = torch.Generator(target.device).manual_seed(self.seed)
             target.normal_(0.0, target.shape[-1] ** -0.5, generator=self.generator)
+
+    def kv_scales(self, num_layers: int) -> list[Scales]:
+        return [(1.0, 1.0)] * num_layers
 
     def finish(self, config: ModelConfig) -> None:
         logger.info("weights are random (load format dummy): %s", config.architecture)

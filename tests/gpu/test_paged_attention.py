@@ -330,11 +330,10 @@ class Steps:
         self.spec = AttentionSpec(
             heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, window, heads.softcap
         )
-        kv = KVCache([self.context.k_cache], [self.context.v_cache], heads.block_size)
+        caches = [self.context.k_cache], [self.context.v_cache]
+        kv = KVCache(*caches, heads.block_size, [heads.kv_scales])
         device = torch.device("cuda", torch.cuda.current_device())
-        self.backend = PagedAttention(
-            kv, [self.spec], 16, 8192, device, scales=[heads.kv_scales], **settings
-        )
+        self.backend = PagedAttention(kv, [self.spec], 16, 8192, device, **settings)
 
     def inputs(self, q_lens: list[int], num_tokens: int, from_host: bool) -> StepInputs:
         context = self.context

@@ -48,7 +48,7 @@ def test_defaults() -> None:
         (["--no_overlap", "/m"], "overlap", "off"),
         # What vLLM's users also write, and what changes nothing here:
         (["--tensor-parallel-size", "1", "--dtype", "half"], "dtype", "half"),
-        (["--kv-cache-dtype=auto", "--swap-space", "0", "/m"], "model", "/m"),
+        (["--kv-cache-dtype=fp8", "--swap-space", "0", "/m"], "kv_cache_dtype", "fp8"),
         (["--disable-log-stats", "/m"], "model", "/m"),
     ],
 )
@@ -95,7 +95,7 @@ def test_model_swallowed_as_a_name(tmp_path: Path) -> None:
         (["--tensor_parallel_size=2"], ["--tensor-parallel-size 2"]),
         (["--quantization", "awq"], ["--quantization awq"]),
         (["--swap-space", "4"], ["--swap-space 4", "only 0"]),
-        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype fp8", "auto"]),
+        (["--kv-cache-dtype", "int8"], ["--kv-cache-dtype", "int8", "fp8_e5m2"]),
         (["--trust-remote-code"], ["--trust-remote-code", "never run"]),
         (["--enable-lora"], ["LoRA"]),
         (["--speculative-model", "/x"], ["speculative"]),
