@@ -110,6 +110,9 @@ class StepLoop:
             rows = plan.rows[plan.samples][result.is_bad]
             logger.error("logits are NaN or infinite: step=%d rows=%s", plan.step_id, rows)
             self.runner.scrub()
+        if any(span.is_bad for span in result.prompt_logprobs):
+            logger.error("logits of a prompt are NaN or infinite: step=%d", plan.step_id)
+            self.runner.scrub()
         self.scheduler.commit(plan, result)
         self.steps += 1
         now = time.monotonic()

@@ -28,6 +28,21 @@ class RowInit:
 
 
 @dataclass(slots=True)
+class PromptSpan:
+    """Prompt tokens in a row that a step reports the log-probabilities of.
+
+    Each is predicted at the token before it, which is one of the step's:
+
+        step's tokens      first_token ─► t0  t1  t2  t3
+        token_ids          what follows   t1  t2  t3  (t4, of the next chunk)
+    """
+
+    first_token: int  # among all tokens of the step
+    token_ids: Int32Array  # [n]
+    num_top: int  # how many of the best to report with each
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One forward pass. Rows are ordered: decode rows first, then prefill rows.
 
@@ -53,6 +68,10 @@ class StepPlan:
     )  # (row, index, block ids)
     freed_rows: list[int] = field(default_factory=list)  # rows given back since the last plan
     req_ids: list[int] = field(default_factory=list)  # [B] for commit and for people
+    prompt_spans: list[PromptSpan] = field(default_factory=list)
+    # KV blocks to and from host memory (engine/kv/host_tier.py), before anything else of the step:
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host slot), first
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host slot, device block), then
 
     @property
     def batch_size(self) -> int:
@@ -86,9 +105,21 @@ class RowLogprobs:
 
 
 @dataclass(slots=True)
+class SpanLogprobs:
+    """Log-probabilities of the tokens of one PromptSpan, k = its num_top (or the vocabulary)."""
+
+    logprobs: npt.NDArray[np.float32]  # [n]
+    ranks: Int32Array  # [n] 1 = most likely
+    top_ids: Int32Array  # [n, k] best first
+    top_logprobs: npt.NDArray[np.float32]  # [n, k]
+    is_bad: bool = False  # logits held NaN: the numbers mean nothing
+
+
+@dataclass(slots=True)
 class StepResult:
     """Values of one step, for the rows of the plan with `samples` set, in plan order."""
 
     token_ids: Int32Array  # [num_sampled]
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # index into token_ids -> entry
     is_bad: npt.NDArray[np.bool_] | None = None  # [num_sampled] the row's logits held NaN
+    prompt_logprobs: list[SpanLogprobs] = field(default_factory=list)  # by plan.prompt_spans

@@ -56,6 +56,7 @@ class Request:
     num_preemptions: int = 0
     num_prompt_counted: int = 0  # prompt tokens in the statistics already
     has_started: bool = False
+    num_scored: int = 1  # prompt tokens whose log-probabilities are launched; the first has none
 
     @property
     def num_output_tokens(self) -> int:
@@ -63,8 +64,22 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most tokens whose KV this request will ever hold: all but the last."""
-        return self.max_total_tokens - 1
+        """Most tokens whose KV this request will ever hold: all but the last one generated."""
+        return max(self.num_prompt_tokens, self.max_total_tokens - 1)
+
+    @property
+    def is_scored(self) -> bool:
+        """All prompt log-probabilities that it wants are launched, or it wants none."""
+        return self.params.prompt_logprobs is None or self.num_scored >= self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens may come from the prefix cache.
+
+        The token before one whose probability is wanted has to be computed: the last one known to
+        sample, and in a prompt to be scored all that are not behind a scored one yet.
+        """
+        return (len(self.token_ids) if self.is_scored else self.num_scored) - 1
 
     @property
     def is_prefilling(self) -> bool:

@@ -57,6 +57,8 @@ class Generate(Message):
     priority: int = 0
     cache_salt: str = ""
     want_prompt_text: bool = False  # for `echo`: return the prompt as text in `Accepted`
+    want_token_ids: bool = False  # return ids, too: of the prompt in `Accepted`, then in `Deltas`
+    clamp_max_tokens: bool = False  # params.max_tokens is a default: lower it to what fits
 
 
 class Abort(Message):
@@ -74,7 +76,22 @@ class Detokenize(Message):
     token_ids: bytes  # int32
 
 
-Ingress = Generate | Abort | Tokenize | Detokenize
+class ControlAction(IntEnum):
+    """What an operator may ask of the engine; done between two steps."""
+
+    RESET_PREFIX_CACHE = 0
+    START_PROFILE = 1
+    STOP_PROFILE = 2
+
+
+class Control(Message):
+    """Passed on to the engine, which answers with `ControlResult`."""
+
+    call_id: int
+    action: ControlAction
+
+
+Ingress = Generate | Abort | Tokenize | Detokenize | Control
 
 
 # --- submit: tokenizer_proc -> engine -----------------------------------------------------------------
@@ -102,7 +119,7 @@ class AbortRequests(Message):
     reason: AbortReason = AbortReason.CLIENT
 
 
-Submit = AddRequest | AbortRequests
+Submit = AddRequest | AbortRequests | Control
 
 
 # --- tokens: engine -> tokenizer_proc -----------------------------------------------------------------
@@ -144,6 +161,20 @@ class TokenLogprobs(Message):
     top_logprobs: bytes  # float32 [k]
 
 
+class PromptLogprobs(Message):
+    """Log-probabilities of n prompt tokens in a row, each as the model saw it coming.
+
+    The first token of a prompt is never among them: nothing comes before it.
+    """
+
+    req_id: int
+    first: int  # place in the prompt of the first of them
+    logprobs: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]; 1 = most likely
+    top_ids: bytes  # int32 [n, k], best first
+    top_logprobs: bytes  # float32 [n, k]
+
+
 class StepOutput(Message):
     """What one engine step produced, in columns over the requests that got tokens or ended.
 
@@ -160,6 +191,7 @@ class StepOutput(Message):
     logprobs: list[TokenLogprobs] = []
     started: list[tuple[int, int, int]] = []  # (req_id, cached prompt tokens, queue time in us)
     rejected: list[tuple[int, str, str]] = []  # (req_id, code, message): ended without running
+    prompt_logprobs: list[PromptLogprobs] = []  # before all tokens of their requests
 
 
 Tokens = EngineHello | StepOutput
@@ -181,6 +213,7 @@ class Accepted(Message):
     req_id: int
     num_prompt_tokens: int
     prompt_text: str | None = None
+    prompt_token_ids: bytes | None = None  # int32, if wanted
 
 
 class RequestError(Message):
@@ -202,8 +235,16 @@ class LogprobEntry(Message):
 
 
 class TokenLogprobText(Message):
+    """One token of a completion or of a prompt, and the best in its place.
+
+    The texts of all tokens are the text, whatever characters tokens share: one that only begins a
+    character has none, and the one that completes it has all of it.
+    """
+
     chosen: LogprobEntry
     top: list[LogprobEntry]  # best first
+    rank: int = 0  # of `chosen`, 1 = most likely; 0: a prompt's first token, which has no logprob
+    text: str = ""  # what it adds to the text
 
 
 class Deltas(Message):
@@ -217,6 +258,11 @@ class Deltas(Message):
         tuple[int, list[TokenLogprobText]]
     ] = []  # (index, entries released with the text)
     started: list[tuple[int, int, int]] = []  # (req_id, cached prompt tokens, queue time in us)
+    prompt_logprobs: list[
+        tuple[int, list[TokenLogprobText]]
+    ] = []  # (req_id, next prompt tokens); all of a prompt come before its first text or end
+    token_ids: list[tuple[int, bytes]] = []  # (index, int32: the tokens counted), if wanted
+    logprob_sums: list[tuple[int, float]] = []  # (index, sum over all tokens), with the end
 
 
 class TokenizeResult(Message):
@@ -270,6 +316,7 @@ class EngineState(Message):
     loop_count: int  # steps and idle polls of the loop so far: stands still when the loop hangs
     step_in_flight_ms: float  # 0 when no step is running
     rss_bytes: int
+    gpu_memory_bytes: int = 0  # held by the engine's allocator; 0 without a GPU
 
 
 class EngineStats(Message):
@@ -288,6 +335,7 @@ class EngineStats(Message):
     prefix_hit_tokens: int
     preemptions: int
     aborts: int
+    nan_events: int = 0  # steps with logits that are NaN or infinite
 
 
 class EngineFailed(Message):
@@ -298,7 +346,15 @@ class EngineFailed(Message):
     exit_code: int
 
 
-State = EngineState | EngineStats | EngineFailed
+class ControlResult(Message):
+    """`message` says what was done, or with `is_done` false why nothing was, and what would help."""
+
+    call_id: int
+    is_done: bool
+    message: str
+
+
+State = EngineState | EngineStats | EngineFailed | ControlResult
 
 T = TypeVar("T")
 

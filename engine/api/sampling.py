@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     frequency_penalty: float = 0.0  # generated tokens only
     repetition_penalty: float = 1.0  # prompt and generated tokens
     seed: int | None = None
-    max_tokens: int | None = 16  # None: as many as fit into max_model_len
+    max_tokens: int | None = 16  # None: as many as fit into max_model_len; 0: the prompt only
     min_tokens: int = 0
     stop: list[str] = []
     stop_token_ids: list[int] = []
@@ -51,6 +51,8 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     allowed_token_ids: list[int] | None = None  # None: all; a list: only these
     bad_words: list[str] = []  # texts that may not be generated
     bad_word_ids: list[list[int]] = []  # their spellings in tokens; set by tokenizer_proc
+    prompt_logprobs: int | None = None  # None: off; k: each prompt token's and the k best there
+    truncate_prompt_tokens: int | None = None  # keep the last k; -1: as many as fit; None: refuse
 
     def __post_init__(self) -> None:
         stop: list[str] | str = self.stop
@@ -67,13 +69,22 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.repetition_penalty == 0.0:
             raise ParamError("repetition_penalty", "repetition_penalty must be above 0, got 0")
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, INT64_MAX)
+            check_int("max_tokens", self.max_tokens, 0, INT64_MAX)
         most = INT64_MAX if self.max_tokens is None else self.max_tokens
         check_int("min_tokens", self.min_tokens, 0, most)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), INT64_MAX)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, 20)
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, 20)
+        if self.truncate_prompt_tokens is not None:
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, INT64_MAX)
+            if self.truncate_prompt_tokens == 0:
+                raise ParamError(
+                    "truncate_prompt_tokens",
+                    "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0",
+                )
         if len(self.stop) > 16:
             raise ParamError("stop", f"stop takes at most 16 strings, got {len(self.stop)}")
         for text in self.stop:

@@ -1,5 +1,6 @@
 """Log-probabilities at the sampled tokens: value, rank, and the k best."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,18 @@ class LogprobTensors:
     top_ids: Tensor  # int64 [n, k], best first
     top_logprobs: Tensor  # float32 [n, k]
 
+    def apply(self, function: Callable[[Tensor], Tensor]) -> "LogprobTensors":
+        """The same with `function` applied to each tensor."""
+        return LogprobTensors(
+            function(self.sampled),
+            function(self.rank),
+            function(self.top_ids),
+            function(self.top_logprobs),
+        )
+
     def select(self, index: Tensor) -> "LogprobTensors":
         """The rows `index` (int64, on the same device)."""
-        return LogprobTensors(
-            self.sampled[index], self.rank[index], self.top_ids[index], self.top_logprobs[index]
-        )
+        return self.apply(lambda tensor: tensor[index])
 
     def rows(self, num_top: list[int]) -> list[RowLogprobs]:
         """Entries for the host, row i with its num_top[i] best tokens."""

@@ -76,6 +76,7 @@ class DeviceSampler:
     ) -> None:
         """`max_rows` counts the reserved row 0. Raises ValueError if the vocabulary is too large."""
         self.device = device
+        self.max_rows = max_rows
         self.table = SamplingTable(max_rows, vocab_size, eos_token_ids)
         self.workspace = Workspace.allocate(max_rows, vocab_size, device)
         self.logprob_workspace = LogprobWorkspace.allocate(max_rows, vocab_size, device)
@@ -85,9 +86,16 @@ class DeviceSampler:
         self.records["temperature"] = 1
         self.params = torch.zeros((max_rows, ROW_DTYPE.itemsize), dtype=torch.uint8, device=device)
         self.changed = set(range(max_rows))  # rows whose record the device does not have yet
+        # the record of a row that reports log-probabilities (num_logprobs is not below 0)
+        self.reporting = torch.zeros((1, ROW_DTYPE.itemsize), dtype=torch.uint8, device=device)
         # results of captured steps: each captured launch writes here, unless told otherwise
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.is_bad = torch.zeros(max_rows, dtype=torch.bool, device=device)
+
+    @property
+    def most_table_bytes(self) -> int:
+        """What the tables take once every row has had both."""
+        return self.records.size * sum(p.size * p.dtype.itemsize for p in (self.tokens, self.bias))
 
     @torch.inference_mode()
     def add(self, init: RowInit) -> None:
@@ -197,6 +205,17 @@ class DeviceSampler:
             logits, rows, self.params, token_ids, is_bad, self.logprob_workspace, num_top
         )
 
+    def score(
+        self, logits: Tensor, token_ids: Tensor, num_top: int
+    ) -> tuple[LogprobTensors, Tensor]:
+        """Log-probabilities of given tokens: Sampler.score, for up to `max_rows` rows on the device."""
+        is_bad = ~torch.isfinite(logits.amax(-1))
+        rows = torch.zeros(len(token_ids), dtype=torch.int32, device=self.device)
+        entries = launch_logprobs(
+            logits, rows, self.reporting, token_ids, is_bad, self.logprob_workspace, num_top
+        )
+        return entries, is_bad
+
     @torch.inference_mode()
     def sample(
         self,
@@ -209,9 +228,11 @@ class DeviceSampler:
         """Choose a token for each of S distinct rows: Sampler.sample, for logits on the device.
 
         `logits` are not changed, and may be bfloat16 or float16 too. `last_token` int64 [table rows]
-        takes each row's token.
+        takes each row's token. `masks` may be on the host.
         """
         self.flush()
+        if masks is not None and not masks.is_cuda:
+            masks = staged(masks.numpy(), self.device).to(self.device, non_blocking=True)
         host = np.stack([rows, positions.astype(np.int32)])
         rows_device, positions_device = staged(host, self.device).to(self.device, non_blocking=True)
         num_rows = len(rows)

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
 from engine.models.base import Model
-from engine.ops.logprobs import LogprobTensors
 from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.graphs import DecodeGraphs
+from engine.runner.prompt_logprobs import PromptOutput, score_prompts
 from engine.runner.request_table import RequestTable
 from engine.runner.sampler import SampleOutput, Sampler
 
@@ -24,13 +24,18 @@ class StepHandle:
 
     sample: SampleOutput | None
     done: torch.cuda.Event | None = None  # recorded after the copy to the host
+    prompt: PromptOutput | None = None
 
     def wait(self) -> StepResult:
-        if self.sample is None:
-            return StepResult(token_ids=np.zeros(0, np.int32))
         if self.done is not None:
             self.done.synchronize()
-        return self.sample.result()
+        if self.sample is None:
+            result = StepResult(token_ids=np.zeros(0, np.int32))
+        else:
+            result = self.sample.result()
+        if self.prompt is not None:
+            result.prompt_logprobs = self.prompt.result()
+        return result
 
 
 class ModelRunner:
@@ -65,39 +70,53 @@ class ModelRunner:
         for init in plan.new_rows:
             self.sampler.add(init)
         self.table.apply(plan)
+        prompt: PromptOutput | None = None
         if self.graphs is not None and self.graphs.can_run(plan):
             logits: Tensor | None = self.graphs.run(plan)
         else:
-            logits = self.forward(plan)
-        return StepHandle(None) if logits is None else self.sample(plan, logits)
+            logits, prompt = self.forward(plan)
+        sample = None if logits is None else self.sample(plan, logits)
+        if not isinstance(self.sampler, DeviceSampler) or (sample is None and prompt is None):
+            return StepHandle(sample, prompt=prompt)
+        on_host = StepHandle(
+            None if sample is None else to_pinned_host(sample),
+            torch.cuda.Event(),
+            None if prompt is None else prompt_to_pinned_host(prompt),
+        )
+        assert on_host.done is not None
+        on_host.done.record()
+        return on_host
 
-    def forward(self, plan: StepPlan) -> Tensor | None:
-        """One eager pass; logits [num_sampled, vocab_size] of the rows that sample, None if none does."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor | None, PromptOutput | None]:
+        """One eager pass.
+
+        Returns logits [num_sampled, vocab_size] of the rows that sample, None if none does, and the
+        log-probabilities of prompt tokens, None if nobody wants them.
+        """
         inputs = self.step_inputs(plan)
         self.attention.plan(inputs, self.specs)
         hidden = self.model.forward(inputs, self.attention)
+        prompt: PromptOutput | None = None
+        if plan.prompt_spans:
+            prompt = score_prompts(hidden, plan.prompt_spans, self.model, self.sampler)
         num_sampled = plan.batch_size if plan.is_decode else int(plan.samples.sum())
         if num_sampled == 0:
-            return None
+            return None, prompt
         if len(inputs.logits_indices) < len(hidden) or not plan.is_decode:
             hidden = hidden.index_select(0, inputs.logits_indices)
-        return self.model.logits(hidden)[:num_sampled]
+        return self.model.logits(hidden)[:num_sampled], prompt
 
-    def sample(self, plan: StepPlan, logits: Tensor) -> StepHandle:
+    def sample(self, plan: StepPlan, logits: Tensor) -> SampleOutput:
         rows, positions = plan.rows, (plan.num_computed + plan.num_tokens).astype(np.int64)
         if not plan.is_decode:
             rows, positions = rows[plan.samples], positions[plan.samples]
         if isinstance(self.sampler, DeviceSampler):
             last_token = self.table.last_token
-            sample = self.sampler.sample(logits, rows, positions, last_token=last_token)
-            done = torch.cuda.Event()
-            on_host = to_pinned_host(sample)
-            done.record()
-            return StepHandle(on_host, done)
+            return self.sampler.sample(logits, rows, positions, last_token=last_token)
         sample = self.sampler.sample(logits, rows, positions)
         index = torch.from_numpy(rows.astype(np.int64))
         self.table.last_token.index_copy_(0, index, sample.token_ids)
-        return StepHandle(sample)
+        return sample
 
     def step_inputs(self, plan: StepPlan) -> StepInputs:
         """Inputs of an eager step."""
@@ -141,24 +160,25 @@ class ModelRunner:
         self.attention.kv.scrub()
 
 
-def to_pinned_host(sample: SampleOutput) -> SampleOutput:
+def pinned_copy(tensor: Tensor) -> Tensor:
     """Start copying a device result to pinned memory; valid once the stream has got here."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
-    def copy(tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
 
+def to_pinned_host(sample: SampleOutput) -> SampleOutput:
     logprobs = sample.logprobs
-    if logprobs is not None:
-        logprobs = LogprobTensors(
-            sampled=copy(logprobs.sampled),
-            rank=copy(logprobs.rank),
-            top_ids=copy(logprobs.top_ids),
-            top_logprobs=copy(logprobs.top_logprobs),
-        )
     return replace(
-        sample, token_ids=copy(sample.token_ids), is_bad=copy(sample.is_bad), logprobs=logprobs
+        sample,
+        token_ids=pinned_copy(sample.token_ids),
+        is_bad=pinned_copy(sample.is_bad),
+        logprobs=None if logprobs is None else logprobs.apply(pinned_copy),
     )
+
+
+def prompt_to_pinned_host(prompt: PromptOutput) -> PromptOutput:
+    logprobs, is_bad = prompt.logprobs.apply(pinned_copy), pinned_copy(prompt.is_bad)
+    return replace(prompt, logprobs=logprobs, is_bad=is_bad)
 
 
 def distinct(specs: list[AttentionSpec]) -> list[AttentionSpec]:

@@ -1,7 +1,7 @@
 """From logits to tokens. This file fixes the order of the stages:
 
     log-probabilities   of the raw logits, for rows that report them
-    grammar mask        tokens that a grammar forbids
+    token mask          tokens forbidden by grammars, allowed ids, bad words (constraints.py)
     logit bias          added
     min_tokens          EOS and stop token ids forbidden until enough tokens are generated
     penalties           repetition, frequency, presence       (engine/ops/penalties.py)
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.ops import token_masks
 from engine.ops.logprobs import LogprobTensors, gather_logprobs
 from engine.ops.penalties import apply_penalties
 from engine.ops.sample import argmax, sample
@@ -95,13 +96,13 @@ class Sampler:
 
         logits: float32 [S, V], overwritten. rows: [S]. positions: [S] of the new token in its
         sequence, so that positions - num_prompt_tokens tokens are generated already.
-        masks: bool [S, V] on the device, true where a token is allowed.
+        masks: int32 [S, ceil(V / 32)], bits of allowed tokens (engine/ops/token_masks.py).
         """
         needs = self.table.needs[rows]
         logprobs = self._raw_logprobs(logits, needs)
         is_bad = ~torch.isfinite(logits.amax(-1))
         if masks is not None:
-            logits.masked_fill_(~masks, -torch.inf)
+            token_masks.apply(logits, masks)
         self._add_bias(logits, rows, needs)
         self._forbid_early_stop(logits, rows, positions, needs)
         penalty_slots = self._penalize(logits, rows, needs)
@@ -124,6 +125,17 @@ class Sampler:
             k = max(output.num_logprobs)
             output.logprobs = gather_logprobs(logprobs, token_ids[index], k)
         return output
+
+    def score(
+        self, logits: Tensor, token_ids: Tensor, num_top: int
+    ) -> tuple[LogprobTensors, Tensor]:
+        """Log-probabilities of given tokens: of token_ids (int64 [S]) in raw logits [S, V].
+
+        Returns also bool [S]: bad rows, which hold zeros.
+        """
+        is_bad = ~torch.isfinite(logits.amax(-1))
+        logprobs = torch.log_softmax(logits, dim=-1).masked_fill_(is_bad.unsqueeze(1), 0.0)
+        return gather_logprobs(logprobs, token_ids, num_top), is_bad
 
     def _raw_logprobs(self, logits: Tensor, needs: npt.NDArray[np.uint8]) -> Tensor | None:
         which = indices(needs, Needs.LOGPROBS)

@@ -52,7 +52,7 @@ def why_never(
     num_prompt = request.num_prompt_tokens
     if num_prompt < 1:
         return Rejection("empty_prompt", "The prompt has no tokens. Send at least one.", 0, 1)
-    if num_prompt >= max_model_len:
+    if num_prompt > max_model_len - (request.params.max_tokens != 0):
         message = (
             f"The prompt has {num_prompt} tokens, which leaves no room for a completion in the "
             f"context of {max_model_len} tokens. Shorten it to {max_model_len - 1} or fewer, or "

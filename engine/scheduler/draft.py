@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.plan import RowInit, StepPlan
+from engine.plan import PromptSpan, RowInit, StepPlan
 from engine.request import Request
 
 
@@ -18,6 +18,8 @@ class Launched:
 
     step_id: int
     sampling: list[Request]
+    unwanted: list[int]  # places in `sampling` of requests for the prompt alone
+    scoring: list[tuple[Request, int]]  # (request, place of the first prompt token), by span
 
 
 @dataclass(slots=True)
@@ -65,15 +67,23 @@ class StepDraft:
         req_ids = [r.req_id for r in decodes]
         sampling = list(decodes)
         prompt_tokens = array("i")
+        unwanted: list[int] = []
+        prompt_spans: list[PromptSpan] = []
+        scoring: list[tuple[Request, int]] = []
         for index, (request, count) in enumerate(prefills, num_decodes):
             end = request.num_computed
             rows.append(request.row)
             num_computed.append(end - count)
             num_tokens[index] = count
             req_ids.append(request.req_id)
+            if not request.is_scored:
+                first_token = num_decodes + len(prompt_tokens)
+                score(request, end - count, end, first_token, prompt_spans, scoring)
             prompt_tokens.extend(request.token_ids[end - count : end])
             samples[index] = end == request.num_prefill_tokens
             if samples[index]:
+                if request.max_total_tokens == request.num_prompt_tokens:
+                    unwanted.append(len(sampling))
                 sampling.append(request)
         plan = StepPlan(
             step_id=step_id,
@@ -87,5 +97,34 @@ class StepDraft:
             appended=[(r.row, before, r.block_ids[before:]) for r, before in self.grown],
             freed_rows=freed_rows,
             req_ids=req_ids,
+            prompt_spans=prompt_spans,
         )
-        return plan, Launched(step_id, sampling)
+        return plan, Launched(step_id, sampling, unwanted, scoring)
+
+
+def score(
+    request: Request,
+    start: int,
+    end: int,
+    first_token: int,
+    spans: list[PromptSpan],
+    scoring: list[tuple[Request, int]],
+) -> None:
+    """Report the unscored prompt tokens that computing tokens start .. end - 1 tells of.
+
+    `first_token`: place of token `start` in the step. A resumed request may compute only tokens that
+    were scored before it was preempted: then there are none.
+    """
+    first, past = request.num_scored, min(end + 1, request.num_prompt_tokens)
+    num_top = request.params.prompt_logprobs
+    assert start < first, "a prompt to be scored took too much from the cache"
+    if first >= past or num_top is None:
+        return
+    span = PromptSpan(
+        first_token=first_token + first - 1 - start,
+        token_ids=np.array(request.token_ids[first:past], np.int32),
+        num_top=num_top,
+    )
+    spans.append(span)
+    scoring.append((request, first))
+    request.num_scored = past

@@ -1,7 +1,7 @@
 """What the scheduler has to tell, gathered until the step loop sends it."""
 
-from engine.api.messages import FinishReason, StepOutput, TokenLogprobs
-from engine.plan import RowLogprobs
+from engine.api.messages import FinishReason, PromptLogprobs, StepOutput, TokenLogprobs
+from engine.plan import RowLogprobs, SpanLogprobs
 
 
 class OutputBuffer:
@@ -22,6 +22,7 @@ class OutputBuffer:
         self.logprobs: list[TokenLogprobs] = []
         self.started: list[tuple[int, int, int]] = []
         self.rejected: list[tuple[int, str, str]] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
 
     def add_token(self, req_id: int, token_id: int) -> None:
         self.req_ids.append(req_id)
@@ -40,6 +41,19 @@ class OutputBuffer:
             )
         )
 
+    def add_prompt_logprobs(self, req_id: int, first: int, span: SpanLogprobs) -> None:
+        """Log-probabilities of the prompt's tokens from place `first` on."""
+        self.prompt_logprobs.append(
+            PromptLogprobs(
+                req_id=req_id,
+                first=first,
+                logprobs=span.logprobs.tobytes(),
+                ranks=span.ranks.tobytes(),
+                top_ids=span.top_ids.tobytes(),
+                top_logprobs=span.top_logprobs.tobytes(),
+            )
+        )
+
     def finish(self, req_id: int, reason: FinishReason, stop_token: int | None) -> None:
         """End a request; its entry is the last one if that is the token it ended with."""
         if not self.req_ids or self.req_ids[-1] != req_id:
@@ -49,7 +63,7 @@ class OutputBuffer:
 
     def take(self, epoch: int, step_id: int) -> StepOutput | None:
         """Everything since the last call, or None."""
-        if not (self.req_ids or self.started or self.rejected):
+        if not (self.req_ids or self.started or self.rejected or self.prompt_logprobs):
             return None
         output = StepOutput(
             epoch=epoch,
@@ -61,6 +75,7 @@ class OutputBuffer:
             logprobs=self.logprobs,
             started=self.started,
             rejected=self.rejected,
+            prompt_logprobs=self.prompt_logprobs,
         )
         self._clear()
         return output

@@ -28,7 +28,7 @@ import numpy as np
 
 from engine.api.messages import AbortReason, AddRequest, FinishReason, StepOutput
 from engine.kv.manager import KVCacheManager
-from engine.plan import RowInit, StepPlan, StepResult
+from engine.plan import RowInit, SpanLogprobs, StepPlan, StepResult
 from engine.request import Request, RequestStatus, make_request
 from engine.scheduler.admission import (
     Admission,
@@ -114,9 +114,12 @@ class Scheduler:
             self._output.rejected.append((msg.req_id, rejection.code, rejection.message))
             return
         self.log.note(msg.req_id, Reason.ARRIVED, len(request.token_ids), len(self._waiting))
+        if not self.kv.enable_prefix_caching:
+            request.block_names.clear()  # names of content are for sharing
         self._requests[msg.req_id] = request
         self._waiting.add(request)
-        if len(request.token_ids) >= request.max_total_tokens:  # complete before a restart
+        is_complete = len(request.token_ids) >= request.max_total_tokens
+        if is_complete and request.num_output_tokens:  # it was before a restart
             self._finish(request, FinishReason.LENGTH)
 
     def _never_runs(self, request: Request) -> Rejection | None:
@@ -138,18 +141,19 @@ class Scheduler:
     ) -> None:
         """The only way out: exactly once per request, from any state."""
         if request.status is RequestStatus.RUNNING:
-            # NaN may sit in the KV of a request that failed: nobody else shall find it
-            self._leave_batch(request, forget=reason is FinishReason.ERROR)
+            self._leave_batch(request)
         else:
             self._waiting.remove(request)
+        # NaN may sit in the KV of a request that failed: nobody else shall find it
+        self.kv.retire(request, is_bad=reason is FinishReason.ERROR)
         request.status = RequestStatus.FINISHED
         del self._requests[request.req_id]
         self._lengths.record(request, reason)
         self._output.finish(request.req_id, reason, stop_token)
         self.log.note(request.req_id, Reason.FINISHED, reason, request.num_output_tokens)
 
-    def _leave_batch(self, request: Request, forget: bool = False) -> None:
-        self.kv.release(request, forget)
+    def _leave_batch(self, request: Request) -> None:
+        self.kv.release(request)
         del self._running[request.req_id]
         self._idle_rows.append(request.row)
         self._freed_rows.append(request.row)
@@ -171,6 +175,8 @@ class Scheduler:
             plan, launched = draft.build(self._num_steps, self._freed_rows)
             self._freed_rows = []
             self._launched.append(launched)
+            if self.kv.tier is not None:
+                plan.swap_out, plan.swap_in = self.kv.tier.take_copies()
         self._record(draft, now_ns)
         if self.config.check_invariants:
             self.check_invariants()
@@ -239,6 +245,7 @@ class Scheduler:
             victim.req_id, Reason.PREEMPTED_FOR, beneficiary.req_id, len(victim.block_ids)
         )
         draft.withdraw(victim)
+        self.kv.want_back(victim)
         self._leave_batch(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_preemptions += 1
@@ -290,9 +297,7 @@ class Scheduler:
             reason = Reason.WAIT_PEAK if is_peak else Reason.WAIT_BLOCKS
             self.log.note(request.req_id, reason, verdict.need, verdict.have)
             return False
-        kv.attach_prefix(request, cached)
-        if not kv.extend(request, num_tokens):
-            kv.release(request)
+        if not kv.start(request, cached, num_tokens):
             need = kv.blocks_for(len(request.token_ids)) - num_shared
             self.log.note(request.req_id, Reason.WAIT_BLOCKS, need, kv.num_free_blocks)
             return False
@@ -377,6 +382,13 @@ class Scheduler:
         tokens = result.token_ids.tolist()
         assert len(tokens) == len(launched.sampling), "one token per sampling row"
         logprobs, is_bad, output = result.logprobs, result.is_bad, self._output
+        for (request, first), span in zip(launched.scoring, result.prompt_logprobs, strict=True):
+            self._commit_span(request, first, span)
+        for index in launched.unwanted:
+            request = launched.sampling[index]
+            if request.status is not RequestStatus.FINISHED:
+                failed = is_bad is not None and is_bad[index]
+                self._finish(request, FinishReason.ERROR if failed else FinishReason.LENGTH)
         block_size, add_token = self.config.block_size, self._output.add_token
         num_added = 0
         for index, request in enumerate(launched.sampling):
@@ -405,6 +417,14 @@ class Scheduler:
         self.generation_tokens += num_added
         if self.config.check_invariants:
             self.check_invariants()
+
+    def _commit_span(self, request: Request, first: int, span: SpanLogprobs) -> None:
+        if request.status is RequestStatus.FINISHED:
+            return
+        if span.is_bad:
+            self._finish(request, FinishReason.ERROR)
+        else:
+            self._output.add_prompt_logprobs(request.req_id, first, span)
 
     @staticmethod
     def _may_stop(request: Request) -> bool:
@@ -450,7 +470,8 @@ class Scheduler:
             count = uncommitted.get(id(request), 0)
             assert request.num_uncommitted == count, "uncommitted samples miscounted"
             num_launched = len(request.token_ids) + count
-            assert num_launched <= request.max_total_tokens, "planned beyond its length limit"
+            most = max(request.max_total_tokens, request.num_prompt_tokens + 1)  # one is unwanted
+            assert num_launched <= most, "planned beyond its length limit"
             if not request.is_prefilling and request.status is RequestStatus.RUNNING:
                 assert request.num_computed == num_launched - 1, "a decode lags by one token"
         assert not any(r.block_ids for r in waiting), "a waiting request holds blocks"

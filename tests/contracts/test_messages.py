@@ -68,6 +68,7 @@ def in_range(name: str, value: Any) -> Any:
         "presence_penalty": -1.0, "frequency_penalty": 1.5, "repetition_penalty": 1.25,
         "stop": ["a", "é"], "stop_token_ids": [7], "logprobs": 3, "logit_bias": {5: -1.5}, "seed": -9,
         "allowed_token_ids": [3], "bad_words": ["é"], "bad_word_ids": [[3, 4]],
+        "prompt_logprobs": 2, "truncate_prompt_tokens": 6,
     }
     # fmt: on
     return limits.get(name, value)

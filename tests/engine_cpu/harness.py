@@ -24,6 +24,8 @@ class Collected:
     stop_token: int | None = None
     cached_tokens: int | None = None
     rejected: str | None = None
+    # by prompt token from the second on: (logprob, rank, [(id, logprob) of the best])
+    prompt_logprobs: list[tuple[float, int, list[tuple[int, float]]]] = field(default_factory=list)
 
 
 class Harness:
@@ -82,6 +84,17 @@ class Harness:
         return self.run()[req_id]
 
     def receive(self, output: StepOutput) -> None:
+        for span in output.prompt_logprobs:
+            result = self.results[span.req_id]
+            assert not result.token_ids, "the prompt's log-probabilities come before tokens"
+            assert span.first == 1 + len(result.prompt_logprobs), "a prompt token left out or twice"
+            values = np.frombuffer(span.logprobs, np.float32)
+            ranks = np.frombuffer(span.ranks, np.int32)
+            ids = np.frombuffer(span.top_ids, np.int32).reshape(len(values), -1)
+            best = np.frombuffer(span.top_logprobs, np.float32).reshape(len(values), -1)
+            for i in range(len(values)):
+                top = list(zip(ids[i].tolist(), best[i].tolist(), strict=True))
+                result.prompt_logprobs.append((float(values[i]), int(ranks[i]), top))
         position = 0
         spans = []
         for req_id, count in zip(output.req_ids, output.counts, strict=True):
