@@ -1,0 +1,120 @@
+"""Sends one request and records what came back, whatever it is."""
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from scripts.loadtest.records import Record
+from scripts.loadtest.scan import BadStream, StreamScan
+from scripts.loadtest.workload import Request
+
+CONNECT_TIMEOUT_S = 10.0
+MOST_RETRY_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and how patiently."""
+
+    url: str  # of the endpoint, in full
+    headers: dict[str, str] = field(default_factory=dict, repr=False)  # they may hold a key
+    timeout_s: float = 600.0  # for a whole request
+    retries: int = 0  # after 429 and 503, waiting as Retry-After says
+
+
+def open_session(target: Target) -> aiohttp.ClientSession:
+    """One connection for each request that is under way; none is queued in the client."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
+        headers={"Content-Type": "application/json", **target.headers},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        auto_decompress=False,
+    )
+
+
+async def send(session: aiohttp.ClientSession, target: Target, request: Request) -> Record:
+    """Never raises for anything a server does: the record names it."""
+    record = Record(start=time.perf_counter(), asked_tokens=request.max_tokens)
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            while not await attempt(session, target, request, record):
+                record.retries += 1
+                await asyncio.sleep(min(record.retry_after or 1.0, MOST_RETRY_WAIT_S))
+    except TimeoutError:
+        when = "mid-stream" if record.pieces else "before the first text"
+        fail(record, f"timeout {when}", f"no end after {target.timeout_s:g} s")
+    record.end = record.end or time.perf_counter()
+    return record
+
+
+def fail(record: Record, kind: str, detail: object) -> None:
+    record.error = kind
+    record.detail = str(detail)[:300]
+    record.end = time.perf_counter()
+
+
+async def attempt(
+    session: aiohttp.ClientSession, target: Target, request: Request, record: Record
+) -> bool:
+    """One try; False if it should be tried again."""
+    scan = StreamScan(record.pieces)
+    record.error, record.end = None, 0.0
+    try:
+        async with session.post(target.url, data=request.body) as response:
+            record.status = response.status
+            if response.status != 200:
+                await take_refusal(response, record)
+                return not (response.status in (429, 503) and record.retries < target.retries)
+            if response.content_type != "text/event-stream":
+                fail(record, "not a stream", f"the answer is {response.content_type}")
+                return True
+            await read_stream(response, scan, record)
+    except aiohttp.ConnectionTimeoutError as error:
+        fail(record, "connect timeout", error)
+    except aiohttp.ClientConnectorError as error:
+        fail(record, "connection refused", error.os_error or error)
+    except (aiohttp.ClientError, OSError) as error:
+        # TimeoutError is an OSError, too, but asyncio.timeout raises it further out
+        started = record.status == 200
+        fail(record, "closed mid-stream" if started else "closed before an answer", error)
+    except BadStream as error:
+        fail(record, "bad stream", error)
+    return True
+
+
+async def take_refusal(response: aiohttp.ClientResponse, record: Record) -> None:
+    record.retry_after = None
+    header = response.headers.get("Retry-After", "")
+    if header.replace(".", "", 1).isdigit():
+        record.retry_after = float(header)
+    text = (await response.read()).decode(errors="replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    fail(record, f"HTTP {response.status}", text)
+
+
+async def read_stream(response: aiohttp.ClientResponse, scan: StreamScan, record: Record) -> None:
+    """Read to the end; the request's end is [DONE], or the connection's if none comes."""
+    read, feed, clock = response.content.readany, scan.feed, time.perf_counter
+    while data := await read():
+        feed(data, clock())
+    now = clock()
+    scan.close(now)
+    if scan.usage is not None:
+        record.prompt_tokens = count_of(scan.usage, "prompt_tokens")
+        record.completion_tokens = count_of(scan.usage, "completion_tokens")
+    if scan.error is not None:
+        fail(record, "error in the stream", scan.error)
+    elif scan.done is None and not scan.finished:
+        fail(record, "closed mid-stream", "the stream ended without finish_reason or [DONE]")
+    else:
+        record.end = scan.done or now
+
+
+def count_of(usage: dict[str, object], name: str) -> int | None:
+    value = usage.get(name)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,172 @@
+"""The client processes as one: deals a round's requests to them and gathers their records."""
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from scripts.loadtest.client import Target
+from scripts.loadtest.load import Job
+from scripts.loadtest.records import Level, Record
+from scripts.loadtest.worker import STOP, Outcome, Progress, worker_main
+from scripts.loadtest.workload import Workload, poisson_arrivals
+
+TICK_S = 0.25
+STOP_PATIENCE_S = 10.0
+START_DELAY_S = 0.5  # for preparing bodies; all processes start an open loop at one moment
+
+
+class ClientFailed(Exception):
+    """A client process ended by itself."""
+
+
+@dataclass
+class Stop:
+    """Set by Ctrl-C: give up what is under way and report."""
+
+    requested: bool = False
+
+
+@dataclass
+class RoundResult:
+    records: list[Record] = field(default_factory=list)
+    cpu_percent: float = 0.0  # of one core, of the busiest client process
+    chunks_per_cpu_s: float = 0.0
+    abandoned: int = 0
+
+
+@dataclass
+class Fleet:
+    """Use as a context manager. Processes are started once and take one job after the other."""
+
+    target: Target
+    workload: Workload
+    processes: int
+    stop: Stop = field(default_factory=Stop)
+    pipes: list[Connection] = field(default_factory=list)
+    members: list[SpawnProcess] = field(default_factory=list)
+
+    def __enter__(self) -> "Fleet":
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=worker_main, args=(theirs, self.target, self.workload), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.members.append(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.members:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def run(
+        self,
+        level: Level,
+        number: int,
+        round_number: int,
+        count: int,
+        seconds: float = float("inf"),
+        tell: Callable[[Progress], None] = lambda progress: None,
+    ) -> RoundResult:
+        """One round of `count` requests; `tell` is called a few times a second.
+
+        Raises ClientFailed if a process dies.
+        """
+        jobs = self.deal(level, number, round_number, count, seconds)
+        active = {pipe: Progress() for pipe in self.pipes[: len(jobs)]}
+        for pipe, job in zip(active, jobs, strict=True):
+            pipe.send(job)
+        return self._gather(active, tell)
+
+    def deal(
+        self, level: Level, number: int, round_number: int, count: int, seconds: float
+    ) -> list[Job]:
+        """The processes' parts: as many clients each, or every so-manieth arrival."""
+        start = time.perf_counter() + START_DELAY_S + count * 2e-4
+        if level.mode == "closed":
+            clients = int(level.value)
+            parts = min(self.processes, clients, count)
+            return [
+                Job(
+                    round_number,
+                    number,
+                    list(range(part, count, parts)),
+                    clients=clients // parts + (part < clients % parts),
+                    start_at=start,
+                    seconds=seconds,
+                )
+                for part in range(parts)
+            ]
+        arrivals = poisson_arrivals(level.value, count, self.workload.seed, round_number, number)
+        parts = min(self.processes, count)
+        return [
+            Job(
+                round_number,
+                number,
+                list(range(part, count, parts)),
+                arrivals=arrivals[part::parts],
+                start_at=start,
+                seconds=seconds,
+            )
+            for part in range(parts)
+        ]
+
+    def _gather(
+        self, active: dict[Connection, Progress], tell: Callable[[Progress], None]
+    ) -> RoundResult:
+        outcomes: list[Outcome] = []
+        open_pipes = set(active)
+        give_up_at: float | None = None
+        while open_pipes:
+            if self.stop.requested and give_up_at is None:
+                give_up_at = time.perf_counter() + STOP_PATIENCE_S
+                for pipe in open_pipes:
+                    pipe.send(STOP)
+            if give_up_at is not None and time.perf_counter() > give_up_at:
+                break
+            for pipe in wait(list(open_pipes), TICK_S):
+                assert isinstance(pipe, Connection)
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):
+                    raise ClientFailed(
+                        "a client process ended by itself: its error is printed above; out of memory "
+                        "or of file handles (ulimit -n) is the usual cause"
+                    ) from None
+                if isinstance(message, Outcome):
+                    outcomes.append(message)
+                    open_pipes.discard(pipe)
+                else:
+                    active[pipe] = message
+            shown = active.values()
+            tell(
+                Progress(
+                    sum(p.finished for p in shown),
+                    sum(p.failed for p in shown),
+                    sum(p.tokens for p in shown),
+                )
+            )
+        return combine(outcomes)
+
+
+def combine(outcomes: list[Outcome]) -> RoundResult:
+    result = RoundResult()
+    for outcome in outcomes:
+        result.records += outcome.records
+        result.abandoned += outcome.abandoned
+        result.cpu_percent = max(result.cpu_percent, 100 * outcome.cpu_s / outcome.wall_s)
+    cpu = sum(outcome.cpu_s for outcome in outcomes)
+    chunks = sum(len(record.pieces) for record in result.records)
+    result.chunks_per_cpu_s = chunks / cpu if cpu > 0 else 0.0
+    return result

@@ -1,0 +1,112 @@
+"""The result of a whole run, as it is reported, written to JSON and compared."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.loadtest.figures import Round, Spread, over_rounds
+from scripts.loadtest.knee import Knee, Point, find_knee
+from scripts.loadtest.records import Level
+
+FORMAT = 1
+
+
+@dataclass
+class LevelResult:
+    level: Level
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, Spread]:
+        return over_rounds(self.rounds)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Of all rounds, by kind."""
+        found: dict[str, int] = {}
+        for one in self.rounds:
+            for kind, number in one.errors.items():
+                found[kind] = found.get(kind, 0) + number
+        return found
+
+    @property
+    def falls_behind(self) -> bool:
+        return sum(one.falls_behind for one in self.rounds) * 2 > len(self.rounds)
+
+    def value(self, name: str) -> float | None:
+        found = self.figures.get(name)
+        return None if found is None else found.median
+
+
+@dataclass
+class RunResult:
+    settings: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    levels: list[LevelResult] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    when: str = ""  # ISO 8601
+
+    @property
+    def measured(self) -> list[LevelResult]:
+        return [level for level in self.levels if level.rounds]
+
+    def knee(self) -> Knee | None:
+        points = []
+        for level in sorted(self.measured, key=lambda item: item.level.value):
+            throughput, latency = level.value("output_tps"), level.value("e2e_p50_ms")
+            if throughput is not None and latency is not None:
+                met = level.value("slo_met_percent")
+                points.append(Point(level.level.name, throughput, latency, met, level.falls_behind))
+        return find_knee(points)
+
+    def as_json(self) -> dict[str, Any]:
+        knee = self.knee()
+        return {
+            "format": FORMAT,
+            "when": self.when,
+            "settings": self.settings,
+            "server": self.server,
+            "levels": [
+                {
+                    "mode": level.level.mode,
+                    "value": level.level.value,
+                    "figures": {name: asdict(figure) for name, figure in level.figures.items()},
+                    "errors": level.errors,
+                    "falls_behind": level.falls_behind,
+                    "rounds": [one.as_json() for one in level.rounds],
+                }
+                for level in self.measured
+            ],
+            "knee": None if knee is None else asdict(knee),
+            "notes": self.notes,
+        }
+
+
+def write(result: RunResult, path: Path) -> None:
+    text = json.dumps(finite(result.as_json()), indent=1, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def finite(tree: Any) -> Any:
+    """JSON has no NaN and no infinity: both become null."""
+    if isinstance(tree, dict):
+        return {key: finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result that `write` wrote. Raises ValueError with advice."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): give a file written by --json") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is no result of this version: give a file written by --json")
+    return found

@@ -1,0 +1,118 @@
+"""A client process: takes jobs from a pipe, sends back progress and records.
+
+parent ──Job──► worker        and "stop" while a job runs: give up what is under way
+parent ◄──Progress── worker   a few times a second
+parent ◄──Outcome── worker    once for each job
+"""
+
+import asyncio
+import gc
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from scripts.loadtest.client import Target, open_session, send
+from scripts.loadtest.load import Job, run_closed, run_open
+from scripts.loadtest.records import Record
+from scripts.loadtest.workload import Request, Workload
+
+PROGRESS_S = 0.25
+STOP = "stop"
+
+
+@dataclass
+class Progress:
+    finished: int = 0
+    failed: int = 0
+    tokens: int = 0  # of finished requests
+
+
+@dataclass
+class Outcome:
+    """Records of one job, with the CPU time and the wall time that the process took for it."""
+
+    records: list[Record] = field(default_factory=list)
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    abandoned: int = 0  # requests under way when told to stop
+
+
+def worker_main(pipe: Connection, target: Target, workload: Workload) -> None:
+    """Serve jobs until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            while True:
+                job = pipe.recv()
+                if job != STOP:  # a stop that came after the job's end
+                    pipe.send(runner.run(run_job(pipe, target, workload, job)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent has ended
+
+
+def loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
+    """uvloop costs less for each chunk; without it asyncio's own loop does."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop
+
+
+async def run_job(pipe: Connection, target: Target, workload: Workload, job: Job) -> Outcome:
+    """Bodies are made, and garbage is collected, before the clock starts."""
+    requests = [workload.request(job.round_number, job.level, index) for index in job.indices]
+    outcome, progress = Outcome(), Progress()
+    under_way = 0
+
+    def done(record: Record) -> None:
+        outcome.records.append(record)
+        progress.finished += 1
+        progress.failed += record.error is not None
+        progress.tokens += record.tokens
+
+    async with open_session(target) as session:
+
+        async def send_one(request: Request) -> Record:
+            nonlocal under_way
+            under_way += 1
+            record = await send(session, target, request)
+            under_way -= 1
+            return record
+
+        run = run_closed if job.clients else run_open
+        load = asyncio.ensure_future(run(job, requests, send_one, done))
+        attending = asyncio.ensure_future(attend(pipe, progress, load))
+        gc.collect()
+        gc.disable()
+        cpu, wall = time.process_time(), time.perf_counter()
+        try:
+            await load
+        except asyncio.CancelledError:
+            outcome.abandoned = under_way
+        finally:
+            outcome.cpu_s = time.process_time() - cpu
+            outcome.wall_s = max(time.perf_counter() - max(wall, job.start_at), 1e-9)
+            gc.enable()
+            attending.cancel()
+    return outcome
+
+
+async def attend(pipe: Connection, progress: Progress, load: "asyncio.Future[None]") -> None:
+    """Report progress; end the load when told to, or when the parent is gone.
+
+    The pipe is asked, not watched: an event loop would make it non-blocking, which its users are not
+    prepared for.
+    """
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        try:
+            if pipe.poll():
+                pipe.recv()  # only STOP comes while a job runs
+                load.cancel()
+                return
+            pipe.send(progress)
+        except (OSError, EOFError):
+            load.cancel()
+            return
