@@ -1,0 +1,1 @@
+"""What a model's text means: reasoning, tool calls, and the text itself."""
