@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS, SAMPLING_CLASS == 2 
     Part* __restrict__ parts,             // [rows, slices]
     u32* __restrict__ groups,             // [rows, slices * SLICE / GROUP] ordered
     const scalar_t* __restrict__ logits,  // [rows, V], rows `stride` apart
-    const u8* __restrict__ masks,         // [rows, V] or null
+    const u8* __restrict__ masks,         // [rows, V bits in words of 32] or null
     const int* __restrict__ rows, const int* __restrict__ positions,
     const RowParams* __restrict__ params, i64 stride, int vocab_size, int is_aligned)
 {

@@ -71,7 +71,7 @@ DEV void raw_octet(const scalar_t* logits, int first, int vocab_size, bool is_al
 struct Row {
   const RowParams* params;
   const scalar_t* logits;
-  const u8* mask;  // [V] 0: forbidden by a grammar; null: none
+  const u8* mask;  // [V / 8 rounded up] a bit for each token: 1, allowed; null: all are
   int position;    // of the new token
   int vocab_size;
   bool is_aligned;  // logits + 8 i is a multiple of 16 bytes
@@ -80,13 +80,14 @@ struct Row {
 
   DEV void edit(int first, float (&x)[OCTET]) const {
     if (!CAN_EDIT) return;
+    if (first >= vocab_size) return;  // the tables end there
     if (mask != nullptr) {
+      const u32 allowed = mask[first / OCTET];
 #pragma unroll
       for (int e = 0; e < OCTET; e++) {
-        if (first + e < vocab_size && !mask[first + e]) x[e] = -infinity();
+        if (!(allowed >> e & 1)) x[e] = -infinity();
       }
     }
-    if (first >= vocab_size) return;  // the tables end there
     const bool may_not_stop = (flags & MIN_TOKENS) && position < params->min_length;
     const bool needs_tokens = may_not_stop || (flags & PENALTIES);
 #pragma unroll
@@ -135,6 +136,9 @@ struct Row {
   }
 };
 
+// A row of masks consists of words of 32 bits.
+DEV i64 mask_bytes(int vocab_size) { return (vocab_size + 31) / 32 * 4; }
+
 DEV Row row_of(int index, const scalar_t* logits, i64 stride, const u8* masks, const int* rows,
                const int* positions, const RowParams* params, int vocab_size, bool is_aligned) {
   Row row = {};
@@ -147,6 +151,6 @@ DEV Row row_of(int index, const scalar_t* logits, i64 stride, const u8* masks, c
     row.temperature = row.params->temperature;
     row.position = positions[index];
   }
-  if (CAN_EDIT && masks != nullptr) row.mask = masks + (i64)index * vocab_size;
+  if (CAN_EDIT && masks != nullptr) row.mask = masks + index * mask_bytes(vocab_size);
   return row;
 }

@@ -7,7 +7,7 @@ Contract of `launch`
     params       uint8 [num_rows, ROW_DTYPE.itemsize], ROW_DTYPE records by row number
     token_ids    int64 [S], written; 0 for bad rows
     is_bad       bool [S], written: no finite largest logit (NaN, infinity, all forbidden)
-    masks        bool [S, V] or None: false forbids a token
+    masks        int32 [S, ceil(V / 32)] or None: bits of the allowed tokens (token_masks.py)
     last_token   int64 [num_rows] or None: the token is also written to its row's place
     rows with penalties: the new token is counted in the row's token table
 
@@ -75,7 +75,7 @@ class SamplingClass(IntEnum):
 
     GREEDY = 0  # the largest logit
     SIMPLE = 1  # temperature, min_p, top_k, top_p and the draw
-    FULL = 2  # grammar masks, logit bias, min_tokens and penalties too
+    FULL = 2  # token masks, logit bias, min_tokens and penalties too
 
 
 @dataclass(slots=True)

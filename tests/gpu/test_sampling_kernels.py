@@ -9,6 +9,7 @@ import torch
 from engine.api.sampling import SamplingParams
 from engine.ops.sample import DrawParams, reference
 from engine.ops.sample_cuda import SamplingClass
+from engine.ops.token_masks import pack
 from engine.plan import RowInit
 from engine.runner.device_sampler import DeviceSampler
 from tests.kernels.sampling_cases import (
@@ -106,7 +107,7 @@ def test_bad_rows_keep_to_themselves(device: torch.device) -> None:
 def test_grammar_masks(device: torch.device) -> None:
     masks = torch.from_numpy(np.random.default_rng(1).random((33, 50_257)) < 0.01)
     masks[4] = False
-    batch = Batch(normal((33, 50_257), 2.0), mixed_params(33), masks=masks)
+    batch = Batch(normal((33, 50_257), 2.0), mixed_params(33), masks=pack(masks))
     check_batch(batch, device)
 
 

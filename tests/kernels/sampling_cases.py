@@ -25,7 +25,7 @@ class Batch:
     logits: Tensor  # [S, V] on the CPU
     params: list[SamplingParams]
     seed: int = 0
-    masks: Tensor | None = None
+    masks: Tensor | None = None  # int32 [S, ceil(V / 32)]
     inits: list[RowInit] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from engine.api.sampling import SamplingParams
 from engine.ops import logprobs_cuda, sample_cuda
 from engine.ops.jit import KernelConfig
 from engine.ops.sample_cuda import MAX_VOCAB, ROW_DTYPE, SamplingClass, Workspace
+from engine.ops.token_masks import pack
 from engine.plan import RowInit
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated
@@ -95,7 +96,7 @@ def test_bad_rows_keep_to_themselves() -> None:
 def test_grammar_masks() -> None:
     masks = torch.from_numpy(np.random.default_rng(1).random((9, 515)) < 0.05)
     masks[4] = False  # nothing left
-    check_batch(Batch(normal((9, 515), 2.0), mixed_params(9), masks=masks), CPU, steps=1)
+    check_batch(Batch(normal((9, 515), 2.0), mixed_params(9), masks=pack(masks)), CPU, steps=1)
 
 
 def test_penalties_grow_with_the_output() -> None:

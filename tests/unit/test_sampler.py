@@ -15,6 +15,7 @@ from engine.ops.penalties import PenaltyParams, apply_penalties
 from engine.ops.penalties import reference as penalties_reference
 from engine.ops.philox import token_bits
 from engine.ops.sample import DrawParams, argmax, reference, sample
+from engine.ops.token_masks import pack, unpack
 from engine.plan import RowInit, StepResult
 from engine.runner.sampler import Sampler
 from tests.unit import sampling_oracle as oracle
@@ -315,8 +316,19 @@ def test_min_tokens_beats_a_bias_towards_eos() -> None:
 def test_grammar_mask() -> None:
     masks = torch.zeros((1, VOCAB), dtype=torch.bool)
     masks[0, [8, 30]] = True
-    drawn = {sample_once(torch.zeros(VOCAB), masks=masks, seed=seed) for seed in range(30)}
+    drawn = {sample_once(torch.zeros(VOCAB), masks=pack(masks), seed=seed) for seed in range(30)}
     assert drawn == {8, 30}
+
+
+def test_masks_are_bits() -> None:
+    for vocab_size in (1, 31, 32, 33, 100):
+        allowed = torch.rand((3, vocab_size)) < 0.5
+        masks = pack(allowed)
+        assert masks.shape == (3, -(-vocab_size // 32))
+        assert torch.equal(torch.from_numpy(unpack(masks.numpy(), vocab_size)), allowed)
+        assert [bool(masks[0, t // 32] >> t % 32 & 1) for t in range(vocab_size)] == allowed[
+            0
+        ].tolist()
 
 
 def test_ids_beyond_the_vocabulary_are_ignored() -> None:

@@ -1,0 +1,134 @@
+"""Structured output as grammars of llguidance (https://github.com/guidance-ai/llguidance).
+
+All kinds become one: a grammar in llguidance's dialect of Lark. tokenizer_proc compiles it to see
+whether it can be, the engine to follow it; so both use this file. A compiled grammar tells which
+tokens may come next, by the bytes of tokens: any spelling of an allowed text in tokens is allowed.
+
+Compiling runs for a millisecond as a rule, and for seconds or through gigabytes at worst, deep in
+recursion: never do it in a thread that others wait for, nor with a stack of usual size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+from engine.api.sampling import StructuredOutput
+
+MOST_BYTES = 256 * 1024
+STACK_BYTES = 512 * 1024 * 1024  # of threads that compile: reserved, not used
+# Without it, white space between JSON tokens has no end, and a model may get lost in it.
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+# By itself llguidance would replace text that is certain by tokens of its own choice.
+OPTIONS = '%llguidance {"no_forcing": true}'
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be used. The text says why, for whoever wrote it."""
+
+
+class TokenBytes:
+    """A vocabulary, in the form in which llguidance asks for one."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, pieces: Sequence[bytes], special_ids: Sequence[int], eos_id: int) -> None:
+        self.tokens = pieces
+        self.special_token_ids = special_ids
+        self.eos_token_id = eos_id
+
+    def __call__(self, text: str) -> list[int]:
+        """Texts to tokens: asked for only when text is certain, which OPTIONS switches off."""
+        return []
+
+
+def make_tokenizer(
+    pieces: Sequence[bytes], special_ids: Sequence[int], eos_ids: Sequence[int]
+) -> LLTokenizer:
+    """`pieces`: each token's bytes. Takes a tenth of a second for 50,000 tokens.
+
+    Special tokens match no text. `eos_ids` are allowed where the text may end.
+    """
+    eos = list(eos_ids) or [0]
+    wrapper: Any = TokenBytes(list(pieces), list(special_ids), eos[0])
+    return LLTokenizer(wrapper, n_vocab=len(pieces), eos_token=eos)
+
+
+def compile_grammar(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLMatcher:
+    """A matcher before the first token. Raises GrammarError."""
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(tokenizer, to_lark(structured), log_level=0, limits=limits)
+    matcher.compute_bitmask()  # what no text satisfies shows only here
+    if matcher.is_error():
+        raise GrammarError(explanation(matcher.get_error()))
+    return matcher
+
+
+def explanation(error: str) -> str:
+    """The first lines of llguidance's message, without its own frame around what the user wrote."""
+    if error.startswith("NoExtension"):
+        return "no text satisfies it"
+    if error.startswith("panic"):
+        return "it is too large"
+    lines = [line.strip() for line in error.splitlines()]
+    shown = [line for line in lines if line and OPTIONS not in line and line != "<non-verbose/>"]
+    return " ".join(shown)[:300]
+
+
+def to_lark(structured: StructuredOutput) -> str:
+    """Raises GrammarError for a value that is no JSON where it has to be, or too long."""
+    size = len(structured.value.encode(errors="replace"))
+    if size > MOST_BYTES:
+        raise GrammarError(f"it has {size} bytes, and at most {MOST_BYTES} are taken")
+    return f"{LARK_OF_KIND[structured.kind](structured.value)}\n{OPTIONS}\n"
+
+
+def json_to_lark(value: str) -> str:
+    schema = decode_json(value)
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema has to be an object")
+    schema = schema or {"type": "object"}
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise GrammarError("x-guidance has to be an object")
+    schema = {**schema, "x-guidance": {**JSON_OPTIONS, **options}}
+    return f"start: %json {msgspec.json.encode(schema).decode()}"
+
+
+def regex_grammar(value: str) -> str:
+    if not value:
+        raise GrammarError("it is empty, so that only the empty text would match")
+    return f"start: /{regex_to_lark(value, 'd')}/"
+
+
+def choice_grammar(value: str) -> str:
+    choices = decode_json(value)
+    if not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
+        raise GrammarError("choices have to be a list of strings")
+    if not any(choices):
+        raise GrammarError("there is nothing to choose from; give at least one text")
+    # One terminal, as rules are costly
+    texts = " | ".join(msgspec.json.encode(choice).decode() for choice in choices)
+    return f"start: CHOICE\nCHOICE: {texts}"
+
+
+def lark_grammar(value: str) -> str:
+    return value
+
+
+LARK_OF_KIND = {
+    "json": json_to_lark,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+}
+
+
+def decode_json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise GrammarError(f"it is no JSON that can be used: {reason}") from None
