@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api.messages import AbortRequests, AddRequest, StepOutput, Submit
+from engine.api.messages import AbortRequests, AddRequest, Control, StepOutput, Submit
 from engine.plan import StepPlan
 from engine.runner.runner import ModelRunner, StepHandle
 from engine.scheduler.scheduler import Scheduler
@@ -64,6 +64,8 @@ class StepLoop:
         self.last_commit = 0.0
         self.loop_count = 0
         self.step_started = 0.0  # time.monotonic() of the running step; 0 between steps
+        self.nan_events = 0  # steps with logits that are NaN or infinite
+        self.on_control: Callable[[Control], None] | None = None  # offline nobody sends any
 
     def run(
         self, inbox: Inbox, stopping: Callable[[], bool], after_step: Callable[[], None]
@@ -84,6 +86,9 @@ class StepLoop:
                 self.scheduler.add(message, time.monotonic_ns())
             elif isinstance(message, AbortRequests):
                 self.scheduler.abort(message.req_ids, message.reason)
+            elif self.on_control is not None:
+                self.step_started = time.monotonic()  # it may take as long as a step
+                self.on_control(message)
 
     def step(self) -> None:
         """One pass: plan, launch, finish a step, send what it produced."""
@@ -108,6 +113,7 @@ class StepLoop:
         plan, result = launched.plan, launched.handle.wait()
         if result.is_bad is not None and result.is_bad.any():
             rows = plan.rows[plan.samples][result.is_bad]
+            self.nan_events += 1
             logger.error("logits are NaN or infinite: step=%d rows=%s", plan.step_id, rows)
             self.runner.scrub()
         if any(span.is_bad for span in result.prompt_logprobs):

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ class Heartbeat(threading.Thread):
         self.phase, self.progress, self.detail = Phase.LOADING, 0.0, "starting"
         self.loop_state = lambda: (0, 0.0)  # (loop_count, start of the running step or 0)
         self.rss = resident_bytes
+        self.gpu_memory: Callable[[], int] = lambda: 0  # bytes
         self.changed = threading.Event()
 
     def report(self, phase: Phase, progress: float, detail: str) -> None:
@@ -86,6 +88,7 @@ class Heartbeat(threading.Thread):
                 loop_count=loop_count,
                 step_in_flight_ms=in_flight,
                 rss_bytes=self.rss(),
+                gpu_memory_bytes=self.gpu_memory(),
             )
             socket.send(encode(state))
             if self.changed.wait(HEARTBEAT_SECONDS):
@@ -177,11 +180,18 @@ def serve(
     def send(output: StepOutput) -> None:
         tokens.send(encode(output))
 
-    from engine.build import build_engine  # imports torch: after the heartbeat has begun
+    # These import torch: after the heartbeat has begun.
+    from engine.build import build_engine
+    from engine.control import ControlDesk, gpu_memory_bytes
 
     engine = build_engine(config, send, launch.epoch, heartbeat.report)
     loop = engine.loop
     heartbeat.loop_state = lambda: (loop.loop_count, loop.step_started)
+    heartbeat.gpu_memory = gpu_memory_bytes(engine.limits.device)
+    desk = ControlDesk(
+        loop.scheduler.kv, config.profile_dir, lambda result: state.send(encode(result))
+    )
+    loop.on_control = desk.handle
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     tokens.send(encode(EngineHello(epoch=launch.epoch, limits=engine.limits)))
@@ -222,6 +232,7 @@ def stats_of(loop: StepLoop, epoch: int) -> EngineStats:
         prefix_hit_tokens=scheduler.prefix_hit_tokens,
         preemptions=scheduler.preemptions,
         aborts=scheduler.aborts,
+        nan_events=loop.nan_events,
     )
 
 

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import HttpVersion11, web
 
+from server.cors import is_preflight
 from server.errors import ApiError, internal_error
-from server.routes import chat, completions, health, models, tokenize
+from server.request_log import log_request
+from server.routes import chat, completions, health, models, operations, tokenize
 from server.service import NOTES, SERVICE, RequestNotes, Service, is_visible_id
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,7 @@ GET: dict[str, Handler] = {
     "/version": health.version,
     "/metrics": health.metrics,
     "/v1/models": models.list_models,
+    "/load": operations.load,
 }
 POST: dict[str, Handler] = {
     "/v1/chat/completions": chat.chat_completions,
@@ -36,8 +39,16 @@ POST: dict[str, Handler] = {
     "/v1/responses": health.not_built,
     "/v1/messages": health.not_built,
 }
+# Only with an admin key.
+ADMIN_GET: dict[str, Handler] = {"/server_info": operations.server_info}
+ADMIN_POST: dict[str, Handler] = {
+    "/admin/drain": operations.drain,
+    "/admin/abort": operations.abort,
+    "/admin/reset_prefix_cache": operations.reset_prefix_cache,
+    "/start_profile": operations.start_profile,
+    "/stop_profile": operations.stop_profile,
+}
 CONTINUE = "100-continue"
-PROBES = {"/live", "/health", "/ping", "/ready", "/metrics"}  # asked all the time: not logged
 
 
 def build_app(service: Service) -> web.Application:
@@ -45,14 +56,15 @@ def build_app(service: Service) -> web.Application:
         middlewares=[envelope], client_max_size=service.config.max_body_size, logger=logger
     )
     app[SERVICE] = service
-    for path, handler in GET.items():
+    is_managed = service.access.admin_key is not None
+    for path, handler in (GET | ADMIN_GET if is_managed else GET).items():
         for spelling in (path, path + "/"):
             app.router.add_get(spelling, handler, expect_handler=expect)  # HEAD included
-    for path, handler in POST.items():
+    for path, handler in (POST | ADMIN_POST if is_managed else POST).items():
         for spelling in (path, path + "/"):
             app.router.add_post(spelling, handler, expect_handler=expect)
     app.router.add_get("/v1/models/{id:.+}", models.get_model, expect_handler=expect)
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_headers)
     return app
 
 
@@ -64,7 +76,14 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
     notes = RequestNotes(wanted_id if is_visible_id(wanted_id) else uuid.uuid4().hex)
     request[NOTES] = notes
     response: web.StreamResponse | None = None
+    service = request.app[SERVICE]
     try:
+        if service.cors is not None and is_preflight(request.method, request.headers):
+            response = web.Response(
+                status=204, headers=service.cors.preflight_headers(request.headers)
+            )
+            return response
+        service.access.check(request.path, request.headers)
         check_expectation(request)
         response = await handler(request)
     except ApiError as error:
@@ -87,24 +106,15 @@ def finish(request: web.Request, outcome: str, seconds: float) -> None:
     resource = request.match_info.route.resource
     path = "unknown" if resource is None else resource.canonical.rstrip("/")
     service.client.metrics.http_requests[path, outcome] += 1
-    if service.config.enable_log_requests and path not in PROBES:
-        notes = request[NOTES]
-        logger.info(
-            "request id=%s %s %s status=%s prompt_tokens=%s completion_tokens=%s seconds=%.3f%s",
-            notes.request_id,
-            request.method,
-            path,
-            outcome,
-            notes.usage.get("prompt_tokens", 0),
-            notes.usage.get("completion_tokens", 0),
-            seconds,
-            f" stream_error={notes.stream_error}" if notes.stream_error else "",
-        )
+    wanted = service.config.log_requests
+    if wanted != "off":
+        log_request(request, path, outcome, seconds, with_prompts=wanted == "prompts")
 
 
 def error_response(request: web.Request, error: ApiError) -> web.Response:
     metrics = request.app[SERVICE].client.metrics
     metrics.rejected[error.code] += 1
+    request[NOTES].error_code = error.code
     return web.Response(
         status=error.status,
         body=error.body(request[NOTES].request_id),
@@ -132,6 +142,10 @@ def translate(request: web.Request, error: web.HTTPException) -> ApiError:
 
 async def expect(request: web.Request) -> None:
     """Ask for the body where a client waits to be asked. Runs before `envelope`."""
+    try:
+        request.app[SERVICE].access.check(request.path, request.headers)
+    except ApiError:
+        return  # `envelope` refuses the request; its body is not wanted
     if request.headers.get("Expect", "").lower() == CONTINUE and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer itself has not begun
@@ -145,7 +159,10 @@ def check_expectation(request: web.Request) -> None:
         )
 
 
-async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """On every response, streams included."""
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """On every response, streams and errors included."""
     notes = request.get(NOTES)  # absent where aiohttp answers before `envelope`
     response.headers["X-Request-Id"] = notes.request_id if notes else uuid.uuid4().hex
+    cors = request.app[SERVICE].cors
+    if cors is not None:
+        response.headers.update(cors.answer_headers(request.headers))

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from engine.api.config import ConfigError, EngineConfig, arg_of
-from server.config import VERSION, ServerConfig
+from server.config import VERSION, ServerConfig, with_environment
 from server.model_check import check_model
 from server.settings_check import check_settings
-from server.vllm_flags import FOREIGN_FLAGS
+from server.vllm_flags import FOREIGN_FLAGS, SYNONYMS
 
-GROUPS = ("model", "http", "device", "kv cache", "scheduler", "logging")
+GROUPS = ("model", "http", "access", "device", "kv cache", "scheduler", "logging")
 TRUE_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 DESCRIPTION = """Serve a language model over HTTP with the OpenAI API. DIR is a directory of Hugging
@@ -75,7 +75,8 @@ def add_flag(group: Any, field: "dataclasses.Field[Any]", kind: Any) -> None:
         options["metavar"] = spec.metavar
         options["nargs"] = spec.nargs
         if is_list:
-            options["action"] = "extend"  # given again, the flag adds to what it has
+            # given again, the flag adds to what it has
+            options["action"] = "extend" if spec.nargs else "append"
         shown = "" if is_list or field.default == "" else str(field.default)
     if spec.choices is not None:
         options["choices"] = spec.choices
@@ -173,7 +174,9 @@ def normalize(argv: Sequence[str], parser: Parser) -> list[str]:
             continue
         name, equals, value = token.partition("=")
         name = name.replace("_", "-")
-        if name in FOREIGN_FLAGS and name not in parser._option_string_actions:
+        if name in SYNONYMS and not equals:
+            tokens.append(SYNONYMS[name])
+        elif name in FOREIGN_FLAGS and name not in parser._option_string_actions:
             take_foreign(name, value if equals else None, rest)
         elif name in switches:
             word = value if equals else rest[0] if rest else ""
@@ -251,12 +254,18 @@ def file_tokens(values: dict[str, Any], parser: Parser) -> list[str]:
         if isinstance(value, bool):
             if action is not None and "off" in (action.choices or ()):
                 tokens.append(f"{flag}={'on' if value else 'off'}")  # YAML reads `on` as true
-            elif flag not in FOREIGN_FLAGS:
+            elif flag not in FOREIGN_FLAGS and flag not in SYNONYMS:
                 tokens.append(f"{flag}={str(value).lower()}")
             elif value:
                 tokens.append(flag)
         elif isinstance(value, dict):
             raise ConfigError(f"{name} must be a single value, not a section")
+        elif (
+            isinstance(value, list)
+            and isinstance(action, argparse._AppendAction)
+            and not action.nargs
+        ):
+            tokens += [f"{flag}={item}" for item in value]
         elif isinstance(value, list):
             if action is not None and action.nargs != "+":
                 raise ConfigError(f"{name} must be a single value, not a list")
@@ -279,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 stopped as asked, 2 wrong command, 75 cannot work here, 70 engine failure."""
     try:
         server, engine = parse(sys.argv[1:] if argv is None else argv)
+        server = with_environment(server)
         check_settings(server, engine)
         check_model(engine)
         from server.launcher import serve  # after the checks: it imports the HTTP stack

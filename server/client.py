@@ -26,6 +26,9 @@ from engine.api.messages import (
     Abort,
     Accepted,
     CallError,
+    Control,
+    ControlAction,
+    ControlResult,
     Deltas,
     Detokenize,
     DetokenizeResult,
@@ -63,6 +66,7 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     want_prompt_text: bool = False
+    clamp_max_tokens: bool = False
     is_batch: bool = False  # the field `prompt` is a list of prompts, so errors name the entry
     incremental: bool = False  # wake the handler for every delta, rather than once at the end
 
@@ -159,6 +163,7 @@ class EngineClient:
                         priority=options.priority,
                         cache_salt=options.cache_salt,
                         want_prompt_text=options.want_prompt_text,
+                        clamp_max_tokens=options.clamp_max_tokens,
                     )
                 )
         except BaseException:  # what cannot be sent must not stay in the table
@@ -196,7 +201,13 @@ class EngineClient:
         call_id = self._reserve_ids(1)
         return await self._call(call_id, Detokenize(call_id=call_id, token_ids=token_ids.tobytes()))
 
-    async def _call(self, call_id: int, message: Tokenize | Detokenize) -> Any:
+    async def control(self, action: ControlAction) -> str:
+        """Have the engine do something between two steps; what it says of it. Raises ApiError."""
+        call_id = self._reserve_ids(1)
+        result: ControlResult = await self._call(call_id, Control(call_id=call_id, action=action))
+        return result.message
+
+    async def _call(self, call_id: int, message: Tokenize | Detokenize | Control) -> Any:
         assert self._loop is not None
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call_id] = future
@@ -216,7 +227,7 @@ class EngineClient:
         self._next_id += n
         return first
 
-    def _send(self, message: Generate | Abort | Tokenize | Detokenize) -> None:
+    def _send(self, message: Generate | Abort | Tokenize | Detokenize | Control) -> None:
         self._ingress.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _remove(self, req_id: int) -> Choice | None:
@@ -265,6 +276,8 @@ class EngineClient:
         elif isinstance(message, EngineStats):
             self.metrics.engine_stats(self.status.stats, message)
             self.status.on_stats(message)
+        elif isinstance(message, ControlResult):
+            self._on_control_result(message)
         elif isinstance(message, EngineFailed):
             self.status.failure = message
 
@@ -285,8 +298,7 @@ class EngineClient:
             if count:
                 self.metrics.tokens_arrived(choice, count, now)
             if text:
-                choice.texts.append(text)
-                choice.stream.mark(choice)
+                choice.add_text(text)
         for index, entries in deltas.logprobs:
             choice = choices.get(deltas.req_ids[index])
             if choice is not None:
@@ -299,6 +311,7 @@ class EngineClient:
     def _on_started(self, choice: Choice, num_cached: int, queue_us: int, now: int) -> None:
         stream = choice.stream
         choice.started_ns = now
+        choice.queue_us = queue_us
         self._num_queued -= 1
         if choice.index % (len(stream.choices) // stream.num_prompts) == 0:
             # The first choice computes the prompt that the others share.
@@ -346,7 +359,15 @@ class EngineClient:
         self.status.limits = ready.limits
         self.status.changed_at = time.time()
 
-    def _on_call_result(self, result: TokenizeResult | DetokenizeResult) -> None:
+    def _on_control_result(self, result: ControlResult) -> None:
+        if result.is_done:
+            self._on_call_result(result)
+            return
+        future = self._calls.get(result.call_id)
+        if future is not None and not future.done():
+            future.set_exception(ApiError(400, "invalid_value", result.message))
+
+    def _on_call_result(self, result: TokenizeResult | DetokenizeResult | ControlResult) -> None:
         future = self._calls.get(result.call_id)
         if future is not None and not future.done():
             future.set_result(result)

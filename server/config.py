@@ -2,14 +2,19 @@
 
 # ruff: noqa: RUF009  (`arg` makes a field, as `dataclasses.field` does)
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from engine.api.config import arg
+from engine.api.config import ConfigError, arg
 
 VERSION = "0.1.0"
 REPOSITORY = Path(__file__).resolve().parent.parent
+API_KEY_VARIABLE = "SLUICE_API_KEY"
+ADMIN_KEY_VARIABLE = "SLUICE_ADMIN_KEY"
+KEY_VARIABLES = (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,146 @@ class ServerConfig:
         "model",
         choices=("auto", "none"),
     )
-    enable_log_requests: bool = arg(
-        False,
-        "one log line for each finished request, other than probes and /metrics",
+    log_requests: str = arg(
+        "off",
+        "on: one log line for each request that has ended, with sizes, times and outcome; prompts: "
+        "its prompt as well, which may hold what nobody should read; probes are never logged",
         "logging",
-        aliases=("--disable-log-requests",),
+        choices=("off", "on", "prompts"),
+    )
+    api_key: list[str] = arg(
+        [],
+        "key that requests must bring; may be given several times. Others on this machine see it in "
+        f"the list of processes: --api-key-file and the environment's {API_KEY_VARIABLE} hide it",
+        "access",
+        metavar="KEY",
+    )
+    api_key_file: str = arg(
+        "",
+        "file with more keys, one a line; read once, at the start",
+        "access",
+        metavar="FILE",
+    )
+    admin_key: str = arg(
+        "",
+        "key for /server_info, /admin/... and /start_profile, which do not exist without one; it opens "
+        f"everything else, too. Or the environment's {ADMIN_KEY_VARIABLE}",
+        "access",
+        metavar="KEY",
+    )
+    protect_metrics: bool = arg(
+        False, "/metrics needs a key as well: give Prometheus one of its own", "access"
+    )
+    allowed_origins: list[str] = arg(
+        [],
+        "origins whose web pages may call the server from a browser, given several "
+        "times or as a JSON list; * for all",
+        "access",
+        metavar="ORIGIN",
+    )
+    allowed_methods: list[str] = arg(
+        ["*"], "methods that such pages may use", "access", metavar="METHOD"
+    )
+    allowed_headers: list[str] = arg(
+        ["*"], "request headers that such pages may send", "access", metavar="HEADER"
+    )
+    allow_credentials: bool = arg(
+        False, "such pages may send cookies; not together with origin *", "access"
+    )
+    ssl_certfile: str = arg(
+        "",
+        "certificate with its chain, in PEM: serve HTTPS. SIGHUP reads it again, instead of ending the "
+        "server",
+        "access",
+        metavar="FILE",
+    )
+    ssl_keyfile: str = arg(
+        "",
+        "its private key, unencrypted, if it is not in the same file",
+        "access",
+        metavar="FILE",
+    )
+    ssl_ca_certs: str = arg(
+        "",
+        "certificates of those who sign the certificates of clients",
+        "access",
+        metavar="FILE",
+    )
+    ssl_cert_reqs: int = arg(
+        0,
+        "0: ask clients for no certificate; 1: check one if they have it; 2: demand one",
+        "access",
+        metavar="N",
+    )
+    request_timeout: float = arg(
+        0.0,
+        "seconds a request may take from arrival to its last token, the most that its own `timeout` "
+        "can ask for; what is not finished by then is lost; 0: any time",
+        "http",
+        metavar="S",
+    )
+    queue_timeout: float = arg(
+        600.0,
+        "seconds a request may wait to be started, then it gets 503; shorter tells clients sooner "
+        "that the server is too busy; 0: any time",
+        "http",
+        metavar="S",
+    )
+    done_after_error: bool = arg(
+        False,
+        "send [DONE] even after an error in a stream, for clients that wait for it; naive ones then "
+        "take the error for success",
+        "http",
+    )
+    strict_fields: bool = arg(
+        False,
+        "refuse requests with fields that nobody knows, rather than ignore the fields",
+        "http",
+    )
+    clamp_max_tokens: bool = arg(
+        False,
+        "lower a max_tokens that does not fit behind the prompt, rather than refuse the request; "
+        "clients then do not learn that they get less",
+        "http",
+    )
+    max_n: int = arg(128, "most choices that a request may ask for", "http", metavar="N")
+    max_stop: int = arg(16, "most stop strings of a request", "http", metavar="N")
+    max_logprobs: int = arg(
+        20, "most log-probabilities for each token that a request may ask for", "http", metavar="N"
+    )
+    enable_request_metrics: bool = arg(
+        False,
+        "put `metrics`, the times that a request took, into every answer; else only where the "
+        "header X-Request-Metrics: 1 asks for them",
+        "http",
     )
 
 
+SECRETS = ("api_key", "admin_key")
+
+
+def shown_settings(config: Any) -> dict[str, Any]:
+    """The fields of a configuration for people to read, keys left out."""
+    values = dataclasses.asdict(config)
+    return {k: "set" if k in SECRETS and v else v for k, v in values.items()}
+
+
+def with_environment(config: ServerConfig) -> ServerConfig:
+    """`config` with the keys that the environment holds. Raises ConfigError if one is empty."""
+    keys, admin = list(config.api_key), config.admin_key
+    for name in KEY_VARIABLES:
+        if name in os.environ and not os.environ[name].strip():
+            raise ConfigError(f"{name} is empty in the environment: unset it, or give it a key")
+    if API_KEY_VARIABLE in os.environ:
+        keys.append(os.environ[API_KEY_VARIABLE].strip())
+    if not admin:
+        admin = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
+    return dataclasses.replace(config, api_key=keys, admin_key=admin)
+
+
 def child_environment() -> dict[str, str]:
-    """The environment of our other processes: they must find these packages, wherever we run."""
+    """The environment of our other processes: they must find these packages, wherever we run, and
+    need no keys."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    kept = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    return {**kept, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}

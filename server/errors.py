@@ -16,7 +16,7 @@ TYPE_OF_STATUS = {
 }
 
 # Official clients retry 408, 429 and 5xx by themselves; these do not get better by retrying.
-NO_RETRY_CODES = frozenset({"engine_dead", "not_implemented", "request_timeout"})
+NO_RETRY_CODES = frozenset({"engine_dead", "not_implemented", "request_timeout", "aborted"})
 
 
 class ApiError(Exception):

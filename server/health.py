@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.api.messages import EngineFailed, EngineLimits, EngineState, EngineStats, Phase
 
-HEARTBEAT_LIMIT_S = 10.0  # the engine sends two a second
+HEARTBEAT_LIMIT_S = 10.0  # the engine sends two a second, and its loop turns as often when idle
 PHASE_NAMES = {
     Phase.LOADING: "loading weights",
     Phase.SIZING: "sizing the KV cache",
@@ -39,10 +39,16 @@ class EngineStatus:
     stats: EngineStats | None = None
     failure: EngineFailed | None = None
     is_serving: bool = False
-    is_draining: bool = False
+    is_draining: bool = False  # for good: the process is about to end
+    is_paused: bool = False  # by an operator, until told otherwise
     dead_reason: str = ""
     rss_bytes: int = 0
+    gpu_memory_bytes: int = 0
     heartbeat_at: float = 0.0
+    loop_count: int = -1  # of the engine's step loop
+    loop_moved_at: float = 0.0  # when it last turned
+    step_in_flight: bool = False
+    step_ended_at: float = 0.0  # when the last step is known to have ended
     progress_at: float = 0.0  # when a reply came or a prompt was computed, or work last began
     changed_at: float = field(default_factory=time.time)  # unix time of the last change of status
     has_work: bool = False
@@ -55,6 +61,11 @@ class EngineStatus:
         now = time.monotonic()
         self.heartbeat_at = now
         self.rss_bytes = state.rss_bytes
+        self.gpu_memory_bytes = state.gpu_memory_bytes
+        self.step_in_flight = state.step_in_flight_ms > 0
+        if state.loop_count != self.loop_count or state.phase is not Phase.SERVING:
+            self.loop_count = state.loop_count
+            self.loop_moved_at = now
         self.phase = PHASE_NAMES[state.phase]
         self.progress, self.detail = state.progress, state.detail
         serving = state.phase is Phase.SERVING
@@ -70,6 +81,8 @@ class EngineStatus:
             stats.steps != before.steps and stats.generation_tokens == before.generation_tokens
         ):
             self.progress_at = time.monotonic()
+        if stats.steps != (before.steps if before else 0):
+            self.step_ended_at = time.monotonic()
         self.stats = stats
 
     def on_reply(self) -> None:
@@ -92,6 +105,21 @@ class EngineStatus:
             self.is_draining = True
             self.changed_at = time.time()
 
+    def set_paused(self, is_paused: bool) -> None:
+        """Take no new requests, though the process stays; or take them again."""
+        if is_paused != self.is_paused:
+            self.is_paused = is_paused
+            self.changed_at = time.time()
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.is_draining or self.is_paused)
+
+    @property
+    def last_step_age_s(self) -> float:
+        """0 before the first step."""
+        return time.monotonic() - self.step_ended_at if self.step_ended_at else 0.0
+
     @property
     def is_loaded(self) -> bool:
         return self.is_serving and self.limits is not None
@@ -107,6 +135,11 @@ class EngineStatus:
         if silence > HEARTBEAT_LIMIT_S:
             reason = f"no heartbeat from the engine for {silence:.0f} s"
             return Verdict("stalled", reason, time.time() - silence)
+        # A step may take long. Between steps nothing does.
+        hang = self.heartbeat_at - self.loop_moved_at
+        if hang > (self.stall_timeout_s if self.step_in_flight else HEARTBEAT_LIMIT_S):
+            reason = f"the engine's step loop has not moved for {hang:.0f} s"
+            return Verdict("stalled", reason, time.time() - hang)
         standstill = now - self.progress_at
         if self.has_work and standstill > self.stall_timeout_s:
             reason = (
@@ -118,8 +151,9 @@ class EngineStatus:
 
     def readiness(self) -> Verdict:
         """Should new requests be sent here? (The queue limit is the client's to add.)"""
-        if self.is_draining and not self.dead_reason:
-            return Verdict("draining", "the server is shutting down", self.changed_at)
+        if not self.takes_requests and not self.dead_reason:
+            what = "the server is shutting down" if self.is_draining else "an operator asked for it"
+            return Verdict("draining", what, self.changed_at)
         return self.health()
 
     def describe_phase(self) -> str:

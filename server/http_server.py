@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import socket
+import ssl
 import uuid
 from typing import Any
 
@@ -16,6 +18,7 @@ from server.errors import ApiError, internal_error
 
 logger = logging.getLogger(__name__)
 
+HEAD_TIMEOUT_S = 30.0  # from the first byte of a request to the end of its headers
 KEEP_ALIVE_S = 75.0  # above the usual 60 s of proxies, so that they close first
 LINGER_S = 2.0  # how long to read on after refusing a body
 BACKLOG = 2048
@@ -52,9 +55,14 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """IPv6 addresses stand in brackets (RFC 3986, 3.2.2)."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Can only this machine reach the listener?"""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def bind_one(
@@ -80,7 +88,56 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 class Protocol(RequestHandler):
-    """One connection. Differs from aiohttp's in the body of errors found while parsing HTTP."""
+    """One connection. Differs from aiohttp's in the body of errors found while parsing HTTP, and in
+    not waiting for ever for the end of a request's headers."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        was_idle = self._is_idle
+        super().data_received(data)
+        if not was_idle:
+            return
+        if not self._is_idle:
+            self._stop_head_timer()
+        elif self._head_timer is None and data.strip():
+            self._head_timer = self._loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Waits for a request whose headers are not complete."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if not self._is_idle or self.transport is None:
+            return
+        error = ApiError(
+            408,
+            "request_timeout",
+            f"The request's headers did not arrive within {HEAD_TIMEOUT_S:g} s.",
+        )
+        request_id = uuid.uuid4().hex
+        body = error.body(request_id)
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            "X-Request-Id": request_id,
+            **error.headers,
+        }
+        lines = ["HTTP/1.1 408 Request Timeout", *(f"{k}: {v}" for k, v in headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
+        self.force_close()
 
     def handle_error(
         self,
@@ -121,7 +178,13 @@ class Protocol(RequestHandler):
 class HttpServer:
     """Runs the application on bound sockets."""
 
-    def __init__(self, app: web.Application, sockets: list[socket.socket]) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        sockets: list[socket.socket],
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._ssl_context = ssl_context
         # A closed connection cancels its handler: that is how disconnects reach the engine.
         self._runner = web.AppRunner(app, handler_cancellation=True)
         self._sockets = sockets
@@ -144,7 +207,9 @@ class HttpServer:
 
         for listener in self._sockets:
             self._servers.append(
-                await loop.create_server(connection, sock=listener, backlog=BACKLOG)
+                await loop.create_server(
+                    connection, sock=listener, backlog=BACKLOG, ssl=self._ssl_context
+                )
             )
 
     async def stop(self, timeout_s: float) -> None:

@@ -3,7 +3,7 @@
     bind the port -> answer /live -> prepare the model -> start tokenizer_proc and engine -> serve
                                                                   |
    SIGTERM, SIGINT, SIGHUP: drain, exit 0 (again: at once)   a child dies: one error to every live
-                                                             request, exit with its code (2, 75) or 70
+   (SIGHUP with TLS: read the certificate again)             request, exit with its code (2, 75) or 70
 
 Sockets and the children's settings live in a private run directory (server/run_dir.py).
 """
@@ -23,9 +23,9 @@ from engine.api.config import ConfigError, EngineConfig
 from engine.api.messages import Sockets
 from server.app import build_app
 from server.client import EngineClient
-from server.config import ServerConfig
+from server.config import ServerConfig, shown_settings
 from server.health import EngineStatus
-from server.http_server import HttpServer, bind, close_all, url_of
+from server.http_server import HttpServer, bind, close_all, is_loopback, url_of
 from server.metrics import Exporter, Metrics
 from server.model_check import sampling_defaults
 from server.processes import Child, run_with_progress
@@ -33,6 +33,7 @@ from server.progress import ProgressReport
 from server.run_dir import private_run_dir
 from server.service import Service, draining, engine_dead
 from server.status_line import log_status
+from server.tls import tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,13 @@ class Launcher:
         self.client = EngineClient(Sockets.in_directory(run_dir), self.status, self.metrics)
         names = server.served_model_name or [engine.model or default_model_name()]
         exporter = Exporter(self.metrics, self.status, names[0], server.max_queued_requests)
-        self.service = Service(server, self.client, exporter, names)
-        self.http = HttpServer(build_app(self.service), listeners)
+        self.service = Service(server, self.client, exporter, names, engine_config=engine)
+        self.tls = tls_context(server)
+        self.http = HttpServer(
+            build_app(self.service), listeners, self.tls.context if self.tls else None
+        )
+        self.url = url_of(server.host, self.port, "https" if self.tls else "http")
+        self.is_exposed = not all(is_loopback(listener) for listener in listeners)
         self.children: list[Child] = []
         self.stop_asked = asyncio.Event()
         self.stop_now = asyncio.Event()
@@ -78,12 +84,19 @@ class Launcher:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if number == signal.SIGHUP and self.tls is None and ignored:
                 continue  # as nohup has it: the server outlives its terminal
             loop.add_signal_handler(number, self.on_signal, number)
         self.client.start()
         await self.http.start()
-        logger.info("listening on %s, loading", url_of(self.config.host, self.port))
+        logger.info("listening on %s, loading", self.url)
+        if self.is_exposed and not self.service.access.user_keys:
+            logger.warning(
+                "others can reach %s and no key is set: whoever does may use it; give --api-key-file, "
+                "or --host 127.0.0.1",
+                self.url,
+            )
         log_settings(self.config, self.engine)
         work = asyncio.create_task(self.start_and_watch())
         stop = asyncio.create_task(self.stop_asked.wait())
@@ -106,6 +119,13 @@ class Launcher:
 
     def on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
+        if number == signal.SIGHUP and self.tls is not None:
+            try:
+                self.tls.reload()
+                logger.info("SIGHUP: read the certificate again")
+            except ConfigError as error:
+                logger.error("SIGHUP: keeping the old certificate: %s", error)
+            return
         if self.stop_asked.is_set():
             logger.warning("%s again: ending at once", name)
             self.stop_now.set()
@@ -146,6 +166,7 @@ class Launcher:
             model, tokenizer = await self.prepare_model()
             if self.config.generation_config == "auto":
                 self.service.defaults = sampling_defaults(model)
+                logger.info("defaults of requests: %s", self.service.defaults.describe())
             await self.start_children(model, tokenizer)
             return await self.watch_children()
         except ConfigError as error:
@@ -166,7 +187,7 @@ class Launcher:
             "ready in %.1f s: serving %s on %s",
             time.monotonic() - began,
             names,
-            url_of(self.config.host, self.port),
+            self.url,
         )
 
     async def prepare_model(self) -> tuple[str, str]:
@@ -252,5 +273,5 @@ def default_model_name() -> str:
 def log_settings(server: ServerConfig, engine: EngineConfig) -> None:
     """Every setting once, so that nobody has to guess whether a flag took effect."""
     for title, config in (("server", server), ("engine", engine)):
-        values = dataclasses.asdict(config)
+        values = shown_settings(config)
         logger.info("%s settings: %s", title, " ".join(f"{k}={v!r}" for k, v in values.items()))

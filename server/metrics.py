@@ -225,6 +225,28 @@ class Exporter:
             "KV blocks that a new request could take.",
             stats.num_free_blocks if stats else 0,
         )
+        yield self._counter(
+            "srv:nan_events",
+            "Steps with logits that were NaN or infinite.",
+            stats.nan_events if stats else 0,
+        )
+        yield self._gauge(
+            "srv:engine_last_step_age_seconds",
+            "Since the last step ended; grows while there is nothing to do.",
+            self.status.last_step_age_s,
+        )
+        yield self._gauge(
+            "srv:gpu_memory_used_bytes",
+            "GPU memory held by the engine's allocator.",
+            self.status.gpu_memory_bytes,
+        )
+        lora = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters in use: there are none.",
+            labels=(*LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        lora.add_metric((*self._labels, "0", "", ""), 1)
+        yield lora
         limits = self.status.limits
         if limits is not None:
             info = InfoMetricFamily("vllm:cache_config", "Settings of the KV cache.", labels=LABELS)

@@ -7,13 +7,20 @@ from typing import Any
 
 from aiohttp import web
 
+from engine.api.config import EngineConfig
+from engine.api.messages import Prompt
+from server.access import Access
 from server.client import EngineClient
 from server.config import VERSION, ServerConfig
+from server.cors import CorsPolicy
+from server.deep_check import DeepCheck
 from server.errors import ApiError, missing
 from server.health import Verdict
 from server.metrics import Exporter
 from server.schema.fields import IgnoredFields
+from server.schema.limits import refuse_unknown
 from server.schema.sampling import SamplingDefaults
+from server.stream import RequestStream
 
 RETRY_LOADING_S = 5
 RETRY_QUEUE_S = 1
@@ -28,13 +35,29 @@ class Service:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = field(default_factory=lambda: int(time.time()))
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
+    engine_config: EngineConfig = field(default_factory=EngineConfig)
+    live: dict[RequestStream, str] = field(default_factory=dict)  # with the X-Request-Id of each
+    access: Access = field(init=False)
+    cors: CorsPolicy | None = field(init=False)
+    deep_check: DeepCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.access = Access.from_config(self.config)
+        self.cors = CorsPolicy.from_config(self.config)
+        self.deep_check = DeepCheck(self.client)
+
+    def report_unknown(self, names: list[str]) -> None:
+        """Log unknown fields; with --strict-fields raise ApiError 400 instead."""
+        if self.config.strict_fields:
+            refuse_unknown(names)
+        self.ignored_fields.report(names)
 
     def check_open(self) -> None:
         """Raises ApiError 503 unless requests can be served, 429 when too many wait already."""
         status = self.client.status
         if status.dead_reason:
             raise engine_dead(status.dead_reason)
-        if status.is_draining:
+        if not status.takes_requests:
             raise draining()
         if not status.is_loaded:
             raise ApiError(
@@ -119,6 +142,9 @@ class RequestNotes:
     request_id: str
     usage: dict[str, Any] = field(default_factory=dict)
     stream_error: str = ""  # code of an error sent as an event
+    error_code: str = ""  # of an error answered as such
+    stream: RequestStream | None = None
+    prompts: list[Prompt] = field(default_factory=list)
 
     def prefer_id(self, from_body: str, request: web.Request) -> None:
         """Take the body's `request_id` for this request unless a header named one."""
@@ -140,4 +166,13 @@ def engine_dead(reason: str) -> ApiError:
 
 
 def draining() -> ApiError:
-    return ApiError(503, "draining", "The server is shutting down.", retry_after=RETRY_LOADING_S)
+    return ApiError(
+        503,
+        "draining",
+        "The server is draining: it takes no new requests.",
+        retry_after=RETRY_LOADING_S,
+    )
+
+
+def aborted() -> ApiError:
+    return ApiError(503, "aborted", "An operator of the server ended this request.")

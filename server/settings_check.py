@@ -14,7 +14,10 @@ from engine.api.config import (
     EngineConfig,
     parse_length,
 )
+from server.access import Access
 from server.config import ServerConfig
+from server.cors import CorsPolicy
+from server.tls import tls_context
 
 WEEK_S = 7 * 24 * 3600
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -53,6 +56,14 @@ def check_server(server: ServerConfig) -> None:
     in_range("--drain-timeout", server.drain_timeout, 0, WEEK_S)
     in_range("--write-timeout", server.write_timeout, 1, WEEK_S)
     in_range("--stall-timeout", server.stall_timeout, 1, WEEK_S)
+    in_range("--request-timeout", server.request_timeout, 0, WEEK_S)
+    in_range("--queue-timeout", server.queue_timeout, 0, WEEK_S)
+    in_range("--max-n", server.max_n, 1, 128)
+    in_range("--max-stop", server.max_stop, 0, 16)
+    in_range("--max-logprobs", server.max_logprobs, 0, 20)
+    Access.from_config(server)
+    CorsPolicy.from_config(server)
+    tls_context(server)
     if server.chat_template and not Path(server.chat_template).is_file():
         raise ConfigError(f"--chat-template {server.chat_template}: there is no such file")
 
@@ -85,10 +96,6 @@ def check_device(engine: EngineConfig) -> None:
         )
     if engine.device != "cuda":
         return
-    if engine.dtype in ("float", "float32"):
-        raise ConfigError(
-            f"--dtype {engine.dtype} is for CPUs; with --device cuda use bfloat16 or float16"
-        )
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

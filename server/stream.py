@@ -7,6 +7,9 @@ delays others:
 
     socket callback:   choice.texts += [...]; stream.mark(choice)      (any number of times)
     handler task:      for choice in await stream.next(): piece = choice.take(); write(piece)
+
+The engine cannot be slowed down for one reader. What is merged for one is bounded by time (the write
+timeout) and by size: with more than MAX_PENDING_CHARS the write that blocks is given up at once.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 from engine.api.messages import FinishReason, TokenLogprobText
 from server.errors import ApiError
 
+MAX_PENDING_CHARS = 1024 * 1024  # of one stream whose reader is behind
 FINISH_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -46,6 +50,12 @@ class Choice:
     started_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    queue_us: int = 0  # waiting in the engine
+
+    def add_text(self, text: str) -> None:
+        self.texts.append(text)
+        self.stream.mark(self)
+        self.stream.on_pending(len(text))
 
     def take(self) -> Piece | None:
         """Everything pending; None if there is nothing worth a chunk (then log-probabilities wait)."""
@@ -53,6 +63,7 @@ class Choice:
         if not text and self.finish_reason is None:
             return None
         piece = Piece(text, self.logprobs, self.finish_reason, self.stop_reason)
+        self.stream.num_pending_chars -= len(text)
         self.texts = []
         self.logprobs = []
         return piece
@@ -81,6 +92,8 @@ class RequestStream:
         self.num_cached_tokens = [0] * num_prompts
         self.prompt_texts: list[str] = [""] * num_prompts
         self.error: ApiError | None = None
+        self.num_pending_chars = 0
+        self.write_limit: asyncio.Timeout | None = None  # of the write under way
         self._incremental = incremental
         self._num_accepted = 0
         self._num_unfinished = 0
@@ -115,6 +128,14 @@ class RequestStream:
                 self._marked.append(choice)
             self._wake()
 
+    def on_pending(self, num_chars: int) -> None:
+        """More text waits; too much of it ends the write that its reader blocks."""
+        self.num_pending_chars += num_chars
+        limit = self.write_limit
+        if limit is not None and self.num_pending_chars > MAX_PENDING_CHARS:
+            self.write_limit = None
+            limit.reschedule(self._loop.time())
+
     def finish(self, choice: Choice, reason: str, stop_reason: str | int | None) -> None:
         choice.finish_reason = reason
         choice.stop_reason = stop_reason
@@ -134,6 +155,11 @@ class RequestStream:
     @property
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
+
+    @property
+    def has_started(self) -> bool:
+        """The engine has started one of the choices."""
+        return any(choice.started_ns for choice in self.choices)
 
     @property
     def is_accepted(self) -> bool:

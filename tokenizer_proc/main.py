@@ -28,6 +28,7 @@ from engine.api.messages import (
     AbortRequests,
     Accepted,
     CallError,
+    Control,
     Detokenize,
     DetokenizeResult,
     EngineHello,
@@ -177,7 +178,9 @@ class TokenizerLoop:
 
     # --- from the server --------------------------------------------------------------------------
 
-    def _on_server_message(self, message: Generate | Abort | Tokenize | Detokenize) -> None:
+    def _on_server_message(
+        self, message: Generate | Abort | Tokenize | Detokenize | Control
+    ) -> None:
         assert self.limits is not None
         limits = self.limits
         if isinstance(message, Generate):
@@ -188,6 +191,8 @@ class TokenizerLoop:
             )
         elif isinstance(message, Abort):
             self._on_abort(message.req_ids)
+        elif isinstance(message, Control):
+            self._send(self.submit, message)  # it is for the engine
         elif isinstance(message, Tokenize):
             self._start(
                 range(message.call_id, message.call_id + 1),

@@ -65,8 +65,9 @@ class EngineConfig:
     )
     dtype: str = arg(
         "auto",
-        "arithmetic and weights; auto: the checkpoint's on a GPU, and on a CPU bfloat16 where "
-        "the processor computes it natively, else float32",
+        "arithmetic and weights; auto: the checkpoint's on a GPU (float32 becomes bfloat16), and on a "
+        "CPU bfloat16 where the processor computes it natively, else float32. float32 on a GPU is "
+        "many times slower: for comparing numbers",
         "model",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
@@ -165,6 +166,13 @@ class EngineConfig:
         "logging",
         choices=("debug", "info", "warning", "error"),
     )
+    profile_dir: str = arg(
+        "",
+        "directory for the traces of /start_profile, which needs an admin key; while one is recorded "
+        "each step is slower",
+        "logging",
+        metavar="DIR",
+    )
     check_invariants: bool = arg(
         False, "verify scheduler and block pool after every step (slow; for tests)", "logging"
     )
@@ -174,6 +182,27 @@ class EngineConfig:
         "tokens fit, at some loss of accuracy; on a CPU decode becomes slower",
         "kv cache",
         choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    )
+    require_cached: bool = arg(
+        False,
+        "refuse to start where a GPU kernel would have to be compiled; for images that "
+        "scripts/build_kernels.py has prepared. Off, a first start takes some seconds longer",
+        "device",
+    )
+    swap_space: float = arg(
+        0.0,
+        "host memory for KV blocks, in GiB, pinned on a GPU; 0: none. For preempted requests with "
+        "--preemption-mode swap, else for cached prefixes that the device has no room for; then each "
+        "cached block is copied to the host before it is overwritten",
+        "kv cache",
+        metavar="GIB",
+    )
+    preemption_mode: str = arg(
+        "recompute",
+        "swap: KV blocks of a preempted request are copied to --swap-space when others need their "
+        "room, and back when it resumes; recompute: what was overwritten is computed again",
+        "scheduler",
+        choices=("recompute", "swap"),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.api.sampling import SamplingParams
+from engine.api.sampling import SamplingParams, StructuredOutput
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, kw_only=True):
@@ -39,6 +39,10 @@ class ChatPrompt(Message):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
+    chat_template: str = ""  # in place of the model's own, with which the server trusts the request
+    tool_instructions: str = ""  # for a system message, where the template does not present tools
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -59,6 +63,9 @@ class Generate(Message):
     want_prompt_text: bool = False  # for `echo`: return the prompt as text in `Accepted`
     want_token_ids: bool = False  # return ids, too: of the prompt in `Accepted`, then in `Deltas`
     clamp_max_tokens: bool = False  # params.max_tokens is a default: lower it to what fits
+    shown_special: list[str] = []  # special tokens that text shows even with skip_special_tokens
+    reasoning_mark: str = ""  # a prompt that ends with it opens the reasoning,
+    structured_after_mark: StructuredOutput | None = None  # and this is then `params.structured`
 
 
 class Abort(Message):
@@ -205,6 +212,7 @@ class TokenizerReady(Message):
 
     limits: EngineLimits
     has_chat_template: bool
+    chat_template: str = ""  # its text, from which the server tells how the model writes calls
 
 
 class Accepted(Message):
@@ -214,6 +222,7 @@ class Accepted(Message):
     num_prompt_tokens: int
     prompt_text: str | None = None
     prompt_token_ids: bytes | None = None  # int32, if wanted
+    prompt_end: str = ""  # last characters of a chat's text: what its template opened there
 
 
 class RequestError(Message):

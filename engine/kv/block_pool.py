@@ -24,6 +24,7 @@ Nothing is reserved: it is a preference, like neighbours leaving a seat between 
                                ^ cursor
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 
 
@@ -46,6 +47,8 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1  # free and cached
+        # told of a cached block that is handed out, before its name is gone
+        self.on_overwrite: Callable[[int, bytes], None] | None = None
         self._num_unnamed = num_blocks - 1  # of them free
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -80,6 +83,8 @@ class BlockPool:
             self._unlink(block)
             name = self._names[block]
             if name is not None:
+                if self.on_overwrite is not None:
+                    self.on_overwrite(block, name)
                 del self._by_name[name]
                 self._names[block] = None
             self._refs[block] = 1
@@ -123,6 +128,13 @@ class BlockPool:
         self._names[block] = None
         if is_cached:  # first to be reused
             self._link(block)
+
+    def forget_all(self) -> int:
+        """Drop all names; returns how many there were. O(blocks)."""
+        named = list(self._by_name.values())
+        for block in named:
+            self.forget(block)
+        return len(named)
 
     def state(self, block: int) -> BlockState:
         if block == 0:

@@ -194,6 +194,10 @@ class KVCacheManager:
         request.num_named_blocks = 0
         request.num_shared_blocks = 0
 
+    def forget_prefixes(self) -> int:
+        """No later request finds a block of now; returns how many could be found. O(blocks)."""
+        return self.pool.forget_all()
+
     def map(self) -> list[tuple[BlockState, int]]:
         """States of all blocks in order, run-length encoded. O(blocks): on request only."""
         states = (self.pool.state(block) for block in range(self.pool.num_blocks))

@@ -12,6 +12,7 @@ from server.receive import receive_object
 from server.routes.generate import Envelope, Generation, respond, usage_of
 from server.schema.chat import parse_chat
 from server.schema.fields import ignored_header
+from server.schema.limits import allowed_seconds, check_limits
 from server.service import NOTES, SERVICE
 from server.stream import Choice, Piece, RequestStream
 
@@ -26,7 +27,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     chat = parse_chat(body, service.defaults)
     model = service.check_model(chat.model)
     request[NOTES].prefer_id(chat.request_id, request)
-    service.ignored_fields.report(chat.ignored)
+    service.report_unknown(chat.ignored)
+    check_limits(body, service.config)
     generation = Generation(
         prompts=[chat.prompt],
         options=GenerateOptions(
@@ -37,6 +39,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         ),
         stream_options=chat.stream_options,
         ignored_headers=ignored_header(chat.ignored),
+        total_s=allowed_seconds(body, service.config),
     )
     fmt = ChatFormat(Envelope.make("chatcmpl", model, service), chat.top_logprobs)
     return await respond(request, generation, fmt, arrival_ns)

@@ -14,6 +14,7 @@ from server.routes.chat import finite_logprob
 from server.routes.generate import Envelope, Generation, respond, usage_of
 from server.schema.completions import parse_completion
 from server.schema.fields import ignored_header
+from server.schema.limits import allowed_seconds, check_limits
 from server.service import NOTES, SERVICE
 from server.stream import Choice, Piece, RequestStream
 
@@ -26,7 +27,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     completion = parse_completion(body, service.defaults)
     model = service.check_model(completion.model)
     request[NOTES].prefer_id(completion.request_id, request)
-    service.ignored_fields.report(completion.ignored)
+    service.report_unknown(completion.ignored)
+    check_limits(body, service.config)
     generation = Generation(
         prompts=completion.prompts,
         options=GenerateOptions(
@@ -39,6 +41,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         ),
         stream_options=completion.stream_options,
         ignored_headers=ignored_header(completion.ignored),
+        total_s=allowed_seconds(body, service.config),
     )
     fmt = CompletionFormat(
         Envelope.make("cmpl", model, service),

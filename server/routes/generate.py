@@ -17,13 +17,16 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import orjson
 from aiohttp import web
 
 from engine.api.messages import Prompt
 from server import sse
 from server.client import GenerateOptions
+from server.deadline import Deadline
 from server.errors import ApiError, internal_error
+from server.request_metrics import request_metrics
 from server.schema.sampling import StreamOptions, check_vocabulary
 from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
@@ -87,6 +90,7 @@ class Generation:
     options: GenerateOptions
     stream_options: StreamOptions
     ignored_headers: dict[str, str]
+    total_s: float = 0.0  # until its last token; 0: any time
 
 
 async def respond(
@@ -102,23 +106,39 @@ async def respond(
     metrics.params_n.observe(params.n)
     if params.max_tokens is not None:
         metrics.params_max_tokens.observe(params.max_tokens)
-    stream = service.client.generate(generation.prompts, generation.options, arrival_ns)
-    request_id = request[NOTES].request_id
+    options = generation.options
+    if service.config.clamp_max_tokens:
+        options = msgspec.structs.replace(options, clamp_max_tokens=True)
+    stream = service.client.generate(generation.prompts, options, arrival_ns)
+    notes = request[NOTES]
+    notes.stream, notes.prompts = stream, generation.prompts
+    request_id = notes.request_id
+    service.live[stream] = request_id
     ids = [choice.req_id for choice in stream.choices]
     logger.debug("request id=%s received as %d..%d", request_id, ids[0], ids[-1])
     try:
-        if generation.options.incremental:
-            return await write_stream(request, stream, generation, fmt)
-        await stream.wait_finished()
+        with Deadline(stream, service.config.queue_timeout, generation.total_s):
+            if generation.options.incremental:
+                return await write_stream(request, stream, generation, fmt)
+            await stream.wait_finished()
+        answer = fmt.whole(stream)
+        if wants_metrics(request):
+            answer["metrics"] = request_metrics(stream)
         return web.Response(
-            body=orjson.dumps(fmt.whole(stream)),
+            body=orjson.dumps(answer),
             content_type="application/json",
             headers=generation.ignored_headers,
         )
     finally:
         service.client.abort(stream)
-        request[NOTES].usage = usage_of(stream)
-        logger.debug("request id=%s returned: %s", request_id, request[NOTES].usage)
+        del service.live[stream]
+        notes.usage = usage_of(stream)
+        logger.debug("request id=%s returned: %s", request_id, notes.usage)
+
+
+def wants_metrics(request: web.Request) -> bool:
+    config = request.app[SERVICE].config
+    return config.enable_request_metrics or request.headers.get("X-Request-Metrics") == "1"
 
 
 async def write_stream(
@@ -146,10 +166,10 @@ async def write_stream(
                 response = await sse.open_response(request, generation.ignored_headers)
             if not num_open:
                 if options.include_usage:
-                    events.append(fmt.usage_chunk(usage_of(stream)))
+                    events.append(last_chunk(request, stream, fmt))
                 events.append(sse.DONE)
             if data := b"".join(events):
-                await send(request, response, data)
+                await send(request, response, data, stream)
         assert response is not None
         await send_end(request, response)
         return response
@@ -165,12 +185,26 @@ async def write_stream(
         return await end_with_error(request, response, error)
 
 
-async def send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+def last_chunk(request: web.Request, stream: RequestStream, fmt: Format) -> bytes:
+    """The usage, and the request's times beside it if they are wanted."""
+    event = fmt.usage_chunk(usage_of(stream))
+    if not wants_metrics(request):
+        return event
+    times = orjson.dumps(request_metrics(stream))
+    return event.removesuffix(b"}\n\n") + b',"metrics":%b}\n\n' % times
+
+
+async def send(
+    request: web.Request,
+    response: web.StreamResponse,
+    data: bytes,
+    stream: RequestStream | None = None,
+) -> None:
     """Raises ConnectionError when the client has gone, or reads nothing for --write-timeout.
 
-    What arrives for a slow reader meanwhile is held in memory, and this bounds it.
+    What arrives for a slow reader meanwhile is held in memory, bounded by that time and by size.
     """
-    await within_write_timeout(request, response.write(data))
+    await within_write_timeout(request, response.write(data), stream)
 
 
 async def send_end(request: web.Request, response: web.StreamResponse) -> None:
@@ -178,16 +212,24 @@ async def send_end(request: web.Request, response: web.StreamResponse) -> None:
     await within_write_timeout(request, response.write_eof())
 
 
-async def within_write_timeout(request: web.Request, write: Coroutine[Any, Any, None]) -> None:
+async def within_write_timeout(
+    request: web.Request, write: Coroutine[Any, Any, None], stream: RequestStream | None = None
+) -> None:
     seconds = request.app[SERVICE].config.write_timeout
     try:
-        async with asyncio.timeout(seconds):
-            await write
+        async with asyncio.timeout(seconds) as limit:
+            if stream is not None:
+                stream.write_limit = limit
+            try:
+                await write
+            finally:
+                if stream is not None:
+                    stream.write_limit = None
     except TimeoutError:
         request[NOTES].stream_error = "write_timeout"
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionError(f"the client read nothing for {seconds:g} s") from None
+        raise ConnectionError("the client reads too slowly, or not at all") from None
 
 
 async def end_with_error(
@@ -200,7 +242,10 @@ async def end_with_error(
     request[NOTES].stream_error = error.code
     request.app[SERVICE].client.metrics.rejected[error.code] += 1
     try:
-        await send(request, response, sse.event(error.body(request[NOTES].request_id)))
+        data = sse.event(error.body(request[NOTES].request_id))
+        if request.app[SERVICE].config.done_after_error:
+            data += sse.DONE
+        await send(request, response, data)
         await send_end(request, response)
     except ConnectionError:
         pass

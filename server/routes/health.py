@@ -16,8 +16,14 @@ async def live(request: web.Request) -> web.StreamResponse:
 
 
 async def health(request: web.Request) -> web.StreamResponse:
-    """Is the engine alive and moving? Does not say whether it takes new requests."""
-    verdict = request.app[SERVICE].client.status.health()
+    """Is the engine alive and moving? Does not say whether it takes new requests.
+
+    `?deep=1` has it generate one token.
+    """
+    service = request.app[SERVICE]
+    verdict = service.client.status.health()
+    if verdict.is_ok and request.query.get("deep", "0") not in ("", "0", "false"):
+        verdict = await service.deep_check.verdict()
     if verdict.is_ok:
         return json_response({"status": "ok"})
     body = {"status": verdict.status, "reason": verdict.reason, "since": verdict.since}

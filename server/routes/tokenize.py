@@ -17,7 +17,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     service.check_open()
     wanted = parse_tokenize(await receive_object(request))
     service.check_model(wanted.model)
-    service.ignored_fields.report(wanted.ignored)
+    service.report_unknown(wanted.ignored)
     result = await service.client.tokenize(wanted.prompt, wanted.return_token_strs)
     tokens = array("i", result.token_ids).tolist()
     body: dict[str, Any] = {
@@ -35,7 +35,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     service.check_open()
     wanted = parse_detokenize(await receive_object(request))
     service.check_model(wanted.model)
-    service.ignored_fields.report(wanted.ignored)
+    service.report_unknown(wanted.ignored)
     result = await service.client.detokenize(wanted.tokens)
     return json_response({"prompt": result.text}, ignored_header(wanted.ignored))
 

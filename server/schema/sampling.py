@@ -22,6 +22,7 @@ from server.schema.fields import (
     string_of_length,
     string_or_strings,
 )
+from server.schema.limits import timeout
 
 INT32_MAX = 2**31 - 1
 
@@ -32,6 +33,16 @@ class SamplingDefaults:
 
     values: dict[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None  # for requests that name no max_tokens
+
+    def describe(self) -> str:
+        """For the log: why a model answers as it does without parameters."""
+        values = dict(self.values)
+        if self.max_new_tokens is not None:
+            values["max_tokens"] = self.max_new_tokens
+        if not values:
+            return "generation_config.json sets none"
+        pairs = ", ".join(f"{name} {value}" for name, value in values.items())
+        return f"{pairs} (generation_config.json; --generation-config none for neutral ones)"
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,7 @@ COMMON_FIELDS: Table = {
     "model": string,
     "stream": boolean,
     "stream_options": stream_options,
+    "timeout": timeout,
     "priority": integer_between(-INT32_MAX - 1, INT32_MAX),
     "cache_salt": string_of_length(1, 256),
     "request_id": string_of_length(0, 128),
@@ -157,7 +169,6 @@ COMMON_FIELDS: Table = {
             "guided_grammar",
             "guided_decoding_backend",
             "guided_whitespace_pattern",
-            "timeout",
         ]
     ),
 }

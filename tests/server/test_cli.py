@@ -62,8 +62,9 @@ def test_server_flags() -> None:
         ["/m", "--served-model-name", "a", "B-1", "--port=0", "--enable-log-requests"]
     )
     assert (server.served_model_name, server.port, engine.model) == (["a", "B-1"], 0, "/m")
-    assert server.enable_log_requests
-    assert not parse(["--disable-log-requests"])[0].enable_log_requests
+    assert server.log_requests == "on"
+    assert parse(["--disable-log-requests"])[0].log_requests == "off"
+    assert parse(["--log-requests", "prompts"])[0].log_requests == "prompts"
 
 
 def test_names_add_up() -> None:
@@ -99,7 +100,7 @@ def test_model_swallowed_as_a_name(tmp_path: Path) -> None:
         (["--trust-remote-code"], ["--trust-remote-code", "never run"]),
         (["--enable-lora"], ["LoRA"]),
         (["--speculative-model", "/x"], ["speculative"]),
-        (["--api-key", "k"], ["--api-key", "proxy"]),
+        (["--root-path", "/llm"], ["--root-path", "proxy"]),
         (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
     ],
 )

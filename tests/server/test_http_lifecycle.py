@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from engine.api.messages import Deltas, FinishReason, Generate, Phase, RequestError
+from server import stream
 from server.service import draining, engine_dead
 from tests.server.conftest import Site, eventually, read_events, running_site
 from tests.server.fake_backend import Script
@@ -185,9 +186,12 @@ async def test_headers_wait_for_the_start(site: Site) -> None:
     response.close()
 
 
-async def test_slow_reader_gets_merged_deltas_and_delays_nobody(site: Site) -> None:
+async def test_slow_reader_gets_merged_deltas_and_delays_nobody(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that stops: text is merged for it, and another stream runs through meanwhile."""
-    num_pieces, size = 400, 20_000
+    num_pieces, size = 400, 20_000  # more than sockets buffer
+    monkeypatch.setattr(stream, "MAX_PENDING_CHARS", num_pieces * size)
     site.backend.script = lambda g: Script(["x" * size] * num_pieces)
     async with stream_of(site) as slow:
         assert slow.status == 200
@@ -386,7 +390,7 @@ async def test_dead_engine(site: Site) -> None:
 
 async def test_request_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with running_site(enable_log_requests=True) as site:
+    async with running_site(log_requests="on") as site:
         await site.post(TEXT, {"prompt": "secret text"}, headers={"X-Request-Id": "abc"})
         await eventually(lambda: "id=abc" in caplog.text)
         for probe in ("/ready", "/live", "/health", "/ping/", "/metrics"):

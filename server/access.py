@@ -1,0 +1,127 @@
+"""Who may call what: API keys, the admin key, and the paths that need none.
+
+Every path is closed unless it is listed here, so a new route cannot be left open by mistake.
+"""
+
+import hmac
+import string
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from engine.api.config import ConfigError
+from server.config import ServerConfig
+from server.errors import ApiError
+
+OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/ready", "/version"})
+METRICS_PATH = "/metrics"
+ADMIN_PATHS = frozenset({"/server_info", "/start_profile", "/stop_profile"})
+ADMIN_PREFIX = "/admin/"
+KEY_HEADERS = ("api-key", "x-api-key")  # besides Authorization: Bearer KEY
+
+
+@dataclass(frozen=True)
+class Access:
+    """The keys, as SHA-256 digests: equal in length, so that comparing them takes constant time."""
+
+    user_keys: tuple[bytes, ...] = ()
+    admin_key: bytes | None = None
+    protect_metrics: bool = False
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> "Access":
+        """Raises ConfigError for a key that no header can carry, or a key file that cannot be read."""
+        keys = [check_key("--api-key", key) for key in config.api_key]
+        if config.api_key_file:
+            keys += read_key_file(Path(config.api_key_file))
+        admin = check_key("--admin-key", config.admin_key) if config.admin_key else None
+        if admin is not None and admin in keys:
+            raise ConfigError("--admin-key is also an --api-key: give operators a key of their own")
+        if config.protect_metrics and not keys and admin is None:
+            raise ConfigError("--protect-metrics needs a key: give --api-key or --admin-key")
+        return cls(
+            tuple(digest(key) for key in keys),
+            None if admin is None else digest(admin),
+            config.protect_metrics,
+        )
+
+    def is_admin_path(self, path: str) -> bool:
+        return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
+
+    def is_open(self, path: str) -> bool:
+        """Does `path` need no key?"""
+        return path in OPEN_PATHS or (path == METRICS_PATH and not self.protect_metrics)
+
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raises ApiError 401 without a valid key, and 403 for a user's key on an admin path."""
+        path = path.rstrip("/") or "/"
+        if self.is_open(path):
+            return
+        needs_admin = self.admin_key is not None and self.is_admin_path(path)
+        if not needs_admin and not self.user_keys and not self._guards_metrics(path):
+            return
+        given = [digest(key) for key in keys_of(headers)]
+        if self.admin_key is not None and is_among(given, [self.admin_key]):
+            return
+        if not is_among(given, self.user_keys):
+            raise unauthorized(has_key=bool(given))
+        if needs_admin:
+            raise ApiError(403, "forbidden", f"{path} needs the admin key, not a user's.")
+
+    def _guards_metrics(self, path: str) -> bool:
+        return path == METRICS_PATH and self.protect_metrics
+
+
+def keys_of(headers: Mapping[str, str]) -> list[str]:
+    """All keys that a request brings. The scheme `Bearer` may have any case (RFC 7235, 2.1)."""
+    keys = [headers[name].strip() for name in KEY_HEADERS if name in headers]
+    scheme, _, credentials = headers.get("Authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer":
+        keys.append(credentials.strip())
+    return [key for key in keys if key]
+
+
+def digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_among(given: Iterable[bytes], known: Iterable[bytes]) -> bool:
+    """Compares all pairs, whatever the result, so that the time taken says nothing."""
+    known = list(known)
+    matches = [hmac.compare_digest(a, b) for a in given for b in known]
+    return any(matches)
+
+
+def unauthorized(has_key: bool) -> ApiError:
+    problem = "The API key is not valid." if has_key else "An API key is required."
+    return ApiError(
+        401,
+        "invalid_api_key",
+        f"{problem} Send it as the header Authorization: Bearer KEY.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def check_key(where: str, key: str) -> str:
+    """Raises ConfigError, without the key, unless a header can carry it."""
+    key = key.strip()
+    if not key:
+        raise ConfigError(f"{where}: the key is empty")
+    if not all(c in string.ascii_letters + string.digits + string.punctuation for c in key):
+        raise ConfigError(f"{where}: a key has letters, digits and punctuation of ASCII, no spaces")
+    return key
+
+
+def read_key_file(file: Path) -> list[str]:
+    """One key a line; empty lines and those that begin with # do not count."""
+    where = f"--api-key-file {file}"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{where}: cannot be read: {reason}") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"{where}: has no key, and would leave the server open; write one a line")
+    return [check_key(where, key) for key in keys]
