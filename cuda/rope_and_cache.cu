@@ -7,7 +7,7 @@
 // Grid: (T, as many blocks as the heads of a token need). A group of GROUP lanes has one head; a lane has
 // 8 elements of the head's first half and the 8 that they are rotated with, half a head further on:
 //
-//   head   | lane 0 | lane 1 | ... | lane 0 | lane 1 | ... |       16 bytes each
+//   head   | lane 0 | lane 1 | ... | lane 0 | lane 1 | ... |       8 elements each
 //          |<---- HEAD_DIM / 2 --->|<---- HEAD_DIM / 2 --->|
 //
 // GROUP is a power of two so that lanes can add up; at head sizes 80, 96 and the like some are idle.
@@ -20,7 +20,6 @@ constexpr int HALF = HEAD_DIM / 2;
 constexpr int LANES = HALF / 8;  // that have elements
 constexpr int GROUP = LANES <= 2 ? 2 : LANES <= 4 ? 4 : LANES <= 8 ? 8 : LANES <= 16 ? 16 : 32;
 static_assert(HEAD_DIM % 16 == 0 && LANES <= 32, "a lane has 8 elements of each half of a head");
-static_assert(sizeof(scalar_t) == 2, "bfloat16 and float16 only");
 
 #if KV_FP8
 typedef u8 kv_t;
@@ -35,7 +34,7 @@ DEV void load_angles(const void* row, int i, float (&x)[8]) {
 }
 constexpr int ANGLE_BYTES = 4;
 #else
-DEV void load_angles(const void* row, int i, float (&x)[8]) { unpack16(load16((const scalar_t*)row + i), x); }
+DEV void load_angles(const void* row, int i, float (&x)[8]) { unpack8(load8((const scalar_t*)row + i), x); }
 constexpr int ANGLE_BYTES = sizeof(scalar_t);
 #endif
 
@@ -53,7 +52,7 @@ DEV void store_kv(kv_t* p, const float (&x)[8], float inverse_scale) {
 #endif
   *(uint2*)p = make_uint2(lo, hi);
 #else
-  store16(p, pack16(x));
+  store8(p, x);
 #endif
 }
 
@@ -84,15 +83,15 @@ rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_
   }
   grid_dependency_wait();
   grid_dependency_launch();
-  uint4 first_half = make_uint4(0, 0, 0, 0), second_half = first_half;
+  Eight first_half = {}, second_half = {};
   if (active) {
     const scalar_t* p = qkv + token * qkv_stride + head * HEAD_DIM + element;
-    first_half = load16(p);
-    second_half = load16(p + HALF);
+    first_half = load8(p);
+    second_half = load8(p + HALF);
   }
   float a[8], b[8];
-  unpack16(first_half, a);
-  unpack16(second_half, b);
+  unpack8(first_half, a);
+  unpack8(second_half, b);
 
   if (QK_NORM) {
     float sum = 0.f;
@@ -101,8 +100,8 @@ rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_
     const float scale = rsqrtf(warp_sum<GROUP>(sum) / HEAD_DIM + eps);
     if (is_rotated) {
       float ga[8], gb[8];
-      unpack16(load16(qk_norm + head * HEAD_DIM + element), ga);
-      unpack16(load16(qk_norm + head * HEAD_DIM + element + HALF), gb);
+      unpack8(load8(qk_norm + head * HEAD_DIM + element), ga);
+      unpack8(load8(qk_norm + head * HEAD_DIM + element + HALF), gb);
 #pragma unroll
       for (int e = 0; e < 8; e++) {
         a[e] = rounded(rounded(a[e] * scale) * ga[e]);
@@ -122,8 +121,8 @@ rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_
   }
   if (head < num_heads) {
     scalar_t* p = q_out + (token * num_heads + head) * HEAD_DIM + element;
-    store16(p, pack16(a));
-    store16(p + HALF, pack16(b));
+    store8(p, a);
+    store8(p + HALF, b);
     return;
   }
   const i64 block = slot / BLOCK_SIZE, offset = slot % BLOCK_SIZE;

@@ -19,7 +19,7 @@ from engine.attention.base import allocate_kv_cache
 from engine.attention.reference import ReferenceAttention
 from engine.kv.manager import KVCacheManager
 from engine.loop import StepLoop
-from engine.memory import GIB, GpuMemory
+from engine.memory import GIB, GpuMemory, memory_for
 from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.plan import RowInit, StepPlan
@@ -28,6 +28,13 @@ from engine.runner.request_table import RequestTable
 from engine.runner.runner import ModelRunner
 from engine.runner.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.swap_space import (
+    add_host_blocks,
+    check_swap_flags,
+    decide_host_blocks,
+    make_host_tier,
+    swap_space_line,
+)
 from engine.weights.loader import load_model
 
 logger = logging.getLogger(__name__)
@@ -64,26 +71,29 @@ def build_engine(
     started = time.monotonic()
     model_config = ModelConfig.from_directory(config.model)
     resolved = resolve(config, model_config)
+    check_swap_flags(config)
     gpu_free = 0
     if resolved.is_gpu:
         from engine.build_gpu import build_gpu_runner, compile_kernels  # needs CUDA libraries
 
         gpu_free = torch.cuda.mem_get_info(resolved.device)[0]
-        compile_kernels(model_config, resolved, progress)
+        compile_kernels(config, model_config, resolved, progress)
         seconds["kernels"] = time.monotonic() - started
         started = time.monotonic()
     else:
         torch.set_num_threads(resolved.threads)
     before = resident_bytes()
-    model = load_model(
-        config.model,
-        replace(model_config, max_model_len=resolved.max_model_len),  # dynamic rope depends on it
-        resolved.dtype,
-        resolved.device,
-        dummy=config.load_format == "dummy",
-        seed=config.seed,
-        progress=lambda fraction, detail: progress(Phase.LOADING, fraction, detail),
-    )
+    with memory_for("loading weights", "free some, or serve a smaller model", resolved.device):
+        model = load_model(
+            config.model,
+            # dynamic rope depends on the length
+            replace(model_config, max_model_len=resolved.max_model_len),
+            resolved.dtype,
+            resolved.device,
+            dummy=config.load_format == "dummy",
+            seed=config.seed,
+            progress=lambda fraction, detail: progress(Phase.LOADING, fraction, detail),
+        )
     weights_bytes = max(0, resident_bytes() - before)
     seconds["load"] = time.monotonic() - started
 
@@ -100,8 +110,17 @@ def build_engine(
         runner = build_cpu_runner(model_config, model, resolved)
         progress(Phase.SIZING, 0.5, "warming up")
         warm_up(runner, resolved)
+    decide_host_blocks(resolved, config)
+    if resolved.num_host_blocks:
+        progress(Phase.SIZING, 0.9, f"taking {config.swap_space:g} GiB of host memory")
+        add_host_blocks(runner, resolved, config)
     seconds["warm-up"] = time.monotonic() - started
-    kv = KVCacheManager(resolved.num_blocks, resolved.block_size, config.enable_prefix_caching)
+    kv = KVCacheManager(
+        resolved.num_blocks,
+        resolved.block_size,
+        config.enable_prefix_caching,
+        make_host_tier(resolved, config),
+    )
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=resolved.max_num_seqs,
@@ -232,6 +251,7 @@ def account(engine: Engine) -> list[str]:
             f"tokens, {min(r.max_num_seqs, tokens // min(1024, r.max_model_len))} of "
             f"{min(1024, r.max_model_len)}",
         ),
+        ("swap space", swap_space_line(r)),
         ("prefix caching", "on" if engine.config.enable_prefix_caching else "off"),
         ("overlap", f"{'on' if r.overlap else 'off'} ({r.reasons['overlap']})"),
     ]

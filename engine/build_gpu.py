@@ -8,6 +8,7 @@ after that, the weights and everything other processes hold becomes KV cache.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from engine.api.messages import Phase
 from engine.api.sampling import SamplingParams
 from engine.attention.base import allocate_kv_cache
 from engine.attention.paged import PagedAttention
-from engine.memory import GIB, GpuMemory
+from engine.attention.paged_f32 import PagedAttentionF32
+from engine.memory import GIB, GpuMemory, memory_for
 from engine.models.base import Model
 from engine.models.config import ModelConfig
+from engine.models.decoder import build_model
 from engine.ops import jit
 from engine.ops.kernel_list import kernel_specs
+from engine.ops.nvrtc import KernelBuildError
 from engine.plan import RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks
 from engine.runner.device_inputs import DeviceInputs
@@ -37,26 +41,52 @@ Progress = Callable[[Phase, float, str], None]
 GRAPH_RESERVE_BYTES = GIB // 2  # graphs are captured after the cache is sized
 
 
-def compile_kernels(model: ModelConfig, resolved: Resolved, progress: Progress) -> None:
-    """Have all kernels of this model in the cache, compiling what is missing."""
-    config = jit.KernelConfig(
-        dtype=resolved.dtype,
-        kv_dtype=resolved.kv_dtype,
+def kernel_config(
+    model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
+) -> jit.KernelConfig:
+    """What selects the kernels of a model."""
+    layers = build_model(replace(model, max_model_len=1), dtype, torch.device("cpu"))  # no weights
+    return jit.KernelConfig(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         head_dim=model.head_dim,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
-        block_size=resolved.block_size,
+        block_size=block_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
+        softcaps=tuple(sorted({spec.softcap > 0 for spec in layers.attention_specs})),
+    )
+
+
+def compile_kernels(
+    config: EngineConfig, model: ModelConfig, resolved: Resolved, progress: Progress
+) -> None:
+    """Have all kernels of this model in the cache, compiling what is missing.
+
+    Raises ConfigError (75) if one does not compile, or must not be compiled and is not there.
+    """
+    if resolved.dtype is torch.float32:
+        torch.set_float32_matmul_precision("highest")  # TF32 has 10 bits
+        logger.warning(
+            "--dtype float32 on a GPU is for comparing numbers: attention and matrix products run "
+            "without tensor cores, many times slower. Use bfloat16 to serve"
+        )
+    needed = kernel_specs(
+        kernel_config(model, resolved.dtype, resolved.kv_dtype, resolved.block_size)
     )
     started = time.monotonic()
-    built = jit.prebuild(
-        kernel_specs(config),
-        progress=lambda done, total, what: progress(
-            Phase.LOADING, done / max(1, total), f"compiling kernels: {what}"
-        ),
-    )
+    jit.settings.require_cached = config.require_cached
+    try:
+        built = jit.prebuild(
+            needed,
+            progress=lambda done, total, what: progress(
+                Phase.LOADING, done / max(1, total), f"compiling kernels: {what}"
+            ),
+        )
+    except KernelBuildError as error:
+        raise ConfigError(str(error), exit_code=75) from error
     fresh = sum(not one.cached for one in built)
     logger.info(
         "kernels: %d sources, %d compiled, in %.1f s", len(built), fresh, time.monotonic() - started
@@ -76,10 +106,12 @@ def build_gpu_runner(
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     progress(Phase.SIZING, 0.0, "measuring a step at the full token budget")
-    activations = measure_activations(model_config, model, resolved)
-    memory = GpuMemory(total, total - free_before, weights, activations)
+    smaller = "lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"
+    with memory_for("measuring a full step", smaller, device):
+        activations, tables = measure_activations(model_config, model, resolved)
+    memory = GpuMemory(total, total - free_before, weights, activations, sampling_tables=tables)
     allowed = int(total * config.gpu_memory_utilization)
-    for_cache = allowed - memory.others - weights - activations
+    for_cache = allowed - memory.others - weights - activations - tables
     if not config.enforce_eager:
         for_cache -= GRAPH_RESERVE_BYTES
     if for_cache <= 0:
@@ -87,24 +119,37 @@ def build_gpu_runner(
             f"no memory is left for the KV cache: --gpu-memory-utilization "
             f"{config.gpu_memory_utilization:g} of {total / GIB:.1f} GiB allows "
             f"{allowed / GIB:.1f}, but others hold {memory.others / GIB:.1f}, weights "
-            f"{weights / GIB:.1f} and a full step {activations / GIB:.1f}; raise it, lower "
-            "--max-num-batched-tokens, or free the GPU",
+            f"{weights / GIB:.1f}, a full step {activations / GIB:.1f} and sampling tables "
+            f"{tables / GIB:.1f}; raise it, lower --max-num-batched-tokens or --max-num-seqs, or free "
+            "the GPU",
             exit_code=75,
         )
     decide_num_blocks(resolved, config, model_config, gpu_bytes=for_cache)
     memory.kv_cache = resolved.num_blocks * resolved.block_bytes
     memory.reserve = total - allowed
 
-    runner = make_runner(model_config, model, resolved, resolved.num_blocks)
-    warm_up(runner, resolved)
+    less_cache = "lower --gpu-memory-utilization or --num-blocks, or free the GPU"
+    with memory_for("setting up the KV cache", less_cache, device):
+        runner = make_runner(model_config, model, resolved, resolved.num_blocks)
+        warm_up(runner, resolved)
     if not config.enforce_eager:
-        before = torch.cuda.mem_get_info(device)[0]
-        assert isinstance(runner.attention, PagedAttention)
-        graphs = DecodeGraphs(model, runner.attention, runner.table, resolved.max_num_seqs, device)
-        graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction, what))
-        runner.graphs = graphs
-        memory.graphs = before - torch.cuda.mem_get_info(device)[0]
+        no_graphs = "lower --gpu-memory-utilization or --max-num-seqs, or pass --enforce-eager"
+        with memory_for("capturing CUDA graphs", no_graphs, device):
+            memory.graphs = capture_graphs(runner, resolved, progress)
     return runner, memory
+
+
+def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) -> int:
+    """Give the runner its graphs; returns the bytes that they took."""
+    before = torch.cuda.mem_get_info(resolved.device)[0]
+    attention = runner.attention
+    assert isinstance(attention, PagedAttention | PagedAttentionF32)
+    graphs = DecodeGraphs(
+        runner.model, attention, runner.table, resolved.max_num_seqs, resolved.device
+    )
+    graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction, what))
+    runner.graphs = graphs
+    return before - torch.cuda.mem_get_info(resolved.device)[0]
 
 
 def make_runner(
@@ -122,9 +167,13 @@ def make_runner(
         device,
         model.kv_scales,
     )
-    attention = PagedAttention(
-        kv, distinct(model.attention_specs), max_rows, resolved.max_model_len, device
-    )
+    attention: PagedAttention | PagedAttentionF32
+    if resolved.dtype is torch.float32:
+        attention = PagedAttentionF32(kv, device)
+    else:
+        attention = PagedAttention(
+            kv, distinct(model.attention_specs), max_rows, resolved.max_model_len, device
+        )
     return ModelRunner(
         model,
         attention,
@@ -168,8 +217,11 @@ def decode_plan(rows: int, position: int) -> StepPlan:
     )
 
 
-def measure_activations(model_config: ModelConfig, model: Model, resolved: Resolved) -> int:
-    """Peak bytes beyond the weights of a step with the full token budget, all rows sampling."""
+def measure_activations(
+    model_config: ModelConfig, model: Model, resolved: Resolved
+) -> tuple[int, int]:
+    """Peak bytes beyond the weights of a step with the full token budget, all rows sampling; and what
+    the sampler's tables may take besides."""
     torch.cuda.reset_peak_memory_stats(resolved.device)
     before = torch.cuda.memory_allocated(resolved.device)
     runner = make_runner(model_config, model, resolved, num_blocks=2)
@@ -180,9 +232,11 @@ def measure_activations(model_config: ModelConfig, model: Model, resolved: Resol
     runner.launch(decode_plan(len(lengths), share)).wait()
     torch.cuda.synchronize(resolved.device)
     peak = torch.cuda.max_memory_allocated(resolved.device)
+    assert isinstance(runner.sampler, DeviceSampler)
+    tables = runner.sampler.most_table_bytes
     del runner
     torch.cuda.empty_cache()
-    return peak - before
+    return peak - before, tables
 
 
 def warm_up(runner: ModelRunner, resolved: Resolved) -> None:

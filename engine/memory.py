@@ -1,9 +1,12 @@
 """How much KV cache fits, and the start-up account of memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from engine.api.config import ConfigError
 from engine.models.config import ModelConfig
 
 GIB = 2**30
@@ -49,6 +52,42 @@ def cgroup_headroom_bytes() -> int | None:
         return None
 
 
+# How torch, cuBLAS, CuPy and the CUDA driver say it, besides torch's own exception.
+NO_MEMORY_WORDS = ("out of memory", "out_of_memory", "alloc_failed", "can't allocate memory")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in NO_MEMORY_WORDS)
+    )
+
+
+@contextmanager
+def memory_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
+    """Turn a lack of memory into a ConfigError (75) that says for what, and what would help."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
+            raise
+        raise ConfigError(
+            f"out of memory while {what}: {memory_state(device)}; {remedy}", exit_code=75
+        ) from error
+
+
+def memory_state(device: torch.device) -> str:
+    """Who holds the memory of a device, for messages."""
+    if device.type != "cuda":
+        return f"{available_memory_bytes() / GIB:.2f} GiB are free"
+    free, total = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)
+    return (
+        f"of {total / GIB:.2f} GiB on {device}, this process holds {ours / GIB:.2f}, others and the "
+        f"driver {(total - free - ours) / GIB:.2f}, and {free / GIB:.2f} are free"
+    )
+
+
 @dataclass
 class GpuMemory:
     """Where a GPU's memory goes, in bytes. `rows` sums to `total`."""
@@ -60,6 +99,7 @@ class GpuMemory:
     kv_cache: int = 0
     graphs: int = 0
     reserve: int = 0  # left alone by --gpu-memory-utilization
+    sampling_tables: int = 0  # of penalties and logit bias, if every row needed them
 
     def rows(self) -> list[tuple[str, int]]:
         named = [
@@ -67,6 +107,7 @@ class GpuMemory:
             ("weights", self.weights),
             ("activations (measured peak)", self.activations),
             ("KV cache", self.kv_cache),
+            ("sampling tables (kept free until needed)", self.sampling_tables),
             ("CUDA graphs", self.graphs),
             ("left free (--gpu-memory-utilization)", self.reserve),
         ]

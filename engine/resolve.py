@@ -55,6 +55,7 @@ class Resolved:
     overlap: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
     kv_dtype: torch.dtype = torch.float32
+    num_host_blocks: int = 0  # engine/swap_space.py decides
 
     @property
     def is_gpu(self) -> bool:
@@ -121,8 +122,6 @@ def decide_dtype(r: Resolved, config: EngineConfig, model: ModelConfig) -> None:
         r.set("dtype", torch.float32, "auto: bfloat16 is slow on this CPU")
     if r.dtype is torch.float16 and not r.is_gpu:
         raise ConfigError("--dtype float16 is for GPUs; on a CPU use bfloat16 or float32")
-    if r.dtype is torch.float32 and r.is_gpu:
-        raise ConfigError("--dtype float32 is for CPUs; on a GPU use bfloat16 or float16")
 
 
 def decide_kv_dtype(r: Resolved, config: EngineConfig) -> None:

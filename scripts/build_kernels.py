@@ -21,20 +21,21 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from engine.api.config import ConfigError  # noqa: E402
+from engine.build_gpu import kernel_config  # noqa: E402
 from engine.models.config import ModelConfig  # noqa: E402
 from engine.ops import jit  # noqa: E402
 from engine.ops.kernel_list import kernel_specs  # noqa: E402
 from engine.ops.nvrtc import KernelBuildError  # noqa: E402
+from engine.resolve import KV_DTYPES  # noqa: E402
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="model directory or .gguf file")
     parser.add_argument("--arch", help="sm_80, sm_89, sm_90a, ...; default: of this machine's GPU")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the server's, of this checkpoint")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="default: the model's dtype")
     parser.add_argument("--block-size", type=int, help="default: 64 on sm_90a, else 16")
     parser.add_argument("--workers", type=int, help="compiling processes; default: cores less one")
@@ -42,20 +43,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def kernel_config(options: argparse.Namespace, arch: str) -> jit.KernelConfig:
+def config_of(options: argparse.Namespace, arch: str) -> jit.KernelConfig:
     model = ModelConfig.from_directory(options.model)
-    dtype = DTYPES[options.dtype or (model.dtype if model.dtype in DTYPES else "bfloat16")]
-    return jit.KernelConfig(
-        dtype=dtype,
-        kv_dtype=KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else dtype,
-        head_dim=model.head_dim,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        block_size=options.block_size or (64 if arch == "sm_90a" else 16),
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        vocab_size=model.vocab_size,
-    )
+    dtype = DTYPES[options.dtype or (model.dtype if model.dtype == "float16" else "bfloat16")]
+    kv_dtype = KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else dtype
+    block_size = options.block_size or (64 if arch == "sm_90a" else 16)
+    return kernel_config(model, dtype, kv_dtype, block_size)
 
 
 def main() -> int:
@@ -65,7 +58,7 @@ def main() -> int:
         return 2
     try:
         arch = options.arch or jit.device_arch()
-        specs = kernel_specs(kernel_config(options, arch))
+        specs = kernel_specs(config_of(options, arch))
         started = time.perf_counter()
         with tqdm(unit="kernel", desc=f"compiling for {arch}", disable=None) as bar:
 

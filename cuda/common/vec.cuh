@@ -36,5 +36,34 @@ DEV uint4 pack16(const float (&x)[VEC]) {
 
 #endif
 
+// Eight elements: one vector of 16-bit ones, two of floats.
+struct Eight {
+  uint4 vec[8 / VEC];
+};
+DEV Eight load8(const scalar_t* p) {
+  Eight v;
+#pragma unroll
+  for (int i = 0; i < 8 / VEC; i++) v.vec[i] = load16(p + i * VEC);
+  return v;
+}
+DEV void unpack8(const Eight& v, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8 / VEC; i++) {
+    float part[VEC];
+    unpack16(v.vec[i], part);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) x[i * VEC + e] = part[e];
+  }
+}
+DEV void store8(scalar_t* p, const float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8 / VEC; i++) {
+    float part[VEC];
+#pragma unroll
+    for (int e = 0; e < VEC; e++) part[e] = x[i * VEC + e];
+    store16(p + i * VEC, pack16(part));
+  }
+}
+
 // What x would be after a trip through memory.
 DEV float rounded(float x) { return to_float(from_float(x)); }

@@ -128,3 +128,12 @@ class AttentionBackend(Protocol):
         """Attend `q` [T, num_heads, head_dim] over the cache, in which the step's own keys and values
         are already written (ops.rope_and_cache). Returns [T, num_heads * head_dim]; rows of padding
         tokens are arbitrary but finite."""
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured in CUDA graphs."""
+
+    def plan_on_device(self, seq_lens: Tensor, rows: Tensor, batch: int) -> None:
+        """Plan a decode step from int32 device tensors [batch or more]: tokens and block table row of
+        each row of the batch. What the tensors hold at a replay counts. Rows of padding may have any
+        blocks that exist."""

@@ -38,7 +38,7 @@ class PrefillPlan:
 
 
 class PagedAttention:
-    """AttentionBackend for CUDA devices. Not for use by two steps at once (it owns scratch).
+    """GraphAttention for 16-bit dtypes on CUDA devices. Not for use by two steps at once (it owns scratch).
 
     deterministic: a row's result does not depend on the other rows of the step. Costs speed when few
     rows with long contexts share the device.
@@ -90,9 +90,9 @@ class PagedAttention:
         decodes, batch = inputs.num_decodes, len(inputs.seq_lens)
         rows, seq_lens = inputs.rows_device, inputs.seq_lens_device
         if rows is None:  # then the block table has the rows of the batch
-            (rows,) = self.upload([np.arange(batch, dtype=np.int32)])
+            (rows,) = upload([np.arange(batch, dtype=np.int32)], self.device)
         if seq_lens is None:
-            (seq_lens,) = self.upload([np.array(inputs.seq_lens, np.int32)])
+            (seq_lens,) = upload([np.array(inputs.seq_lens, np.int32)], self.device)
         if decodes:
             self.plan_on_device(seq_lens, rows, decodes)
         self.num_decodes, self.num_tokens = decodes, inputs.query_start[-1]
@@ -113,12 +113,11 @@ class PagedAttention:
         long = work_items(
             np.where(is_long, q_lens, 0), kv_lens, paged_prefill_sm90.QUERIES_PER_ITEM
         )
-        q_start, work, hopper_work = self.upload([starts[:-1], short, long])
+        q_start, work, hopper_work = upload([starts[:-1], short, long], self.device)
         return PrefillPlan(rows, q_start, work, hopper_work)
 
     def plan_on_device(self, seq_lens: Tensor, rows: Tensor, batch: int) -> None:
-        """Plan a decode step from int32 device tensors [batch or more]. Can be captured: a replay plans
-        anew from what the tensors then hold. Rows of padding may have any blocks that exist."""
+        """See GraphAttention. A captured plan is made anew at each replay."""
         for window, plan in self.decode_plans.items():
             plan_decode(plan, seq_lens[:batch], rows[:batch], window)
         self.num_decodes = self.num_tokens = batch
@@ -178,16 +177,16 @@ class PagedAttention:
                     *self.kv.scales_of(layer),
                 )
 
-    def upload(self, arrays: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
-        """int32 arrays on the device, in one asynchronous copy. torch's pinned memory is reused only once
-        the copy is done."""
-        aligned = [-(-array.size // 4) * 4 for array in arrays]  # 16 bytes, for vector loads
-        host = torch.empty(sum(aligned), dtype=torch.int32, pin_memory=True)
-        values = host.numpy()
-        for array, piece in zip(arrays, np.split(values, np.cumsum(aligned)[:-1]), strict=True):
-            piece[: array.size] = array.reshape(-1)
-        pieces = host.to(self.device, non_blocking=True).split(aligned)
-        return [
-            piece[: array.size].view(array.shape)
-            for array, piece in zip(arrays, pieces, strict=True)
-        ]
+
+def upload(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """int32 arrays on the device, in one asynchronous copy. torch's pinned memory is reused only once
+    the copy is done."""
+    aligned = [-(-array.size // 4) * 4 for array in arrays]  # 16 bytes, for vector loads
+    host = torch.empty(sum(aligned), dtype=torch.int32, pin_memory=True)
+    values = host.numpy()
+    for array, piece in zip(arrays, np.split(values, np.cumsum(aligned)[:-1]), strict=True):
+        piece[: array.size] = array.reshape(-1)
+    pieces = host.to(device, non_blocking=True).split(aligned)
+    return [
+        piece[: array.size].view(array.shape) for array, piece in zip(arrays, pieces, strict=True)
+    ]

@@ -31,6 +31,7 @@ from engine.ops.nvrtc import KernelBuildError
 Defines = Mapping[str, str | int | float]
 
 ALL_ARCHS = ("sm_80", "sm_89", "sm_90a")  # what continuous integration compiles for
+SCALARS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 DEFAULT_SMEM_BYTES = 48 * 1024  # dynamic shared memory that a kernel gets without asking
 
 
@@ -58,6 +59,7 @@ class KernelConfig:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    softcaps: tuple[bool, ...] = (False,)  # is attention soft-capped? Both, if layers differ
 
 
 @dataclass
@@ -90,10 +92,9 @@ def dependent_launches() -> Iterator[None]:
 
 def scalar_define(dtype: torch.dtype) -> str:
     """The macro of cuda/common/dtype.cuh for `dtype`: "SCALAR_BF16", "SCALAR_FP16", "SCALAR_FP32"."""
-    names = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-    if dtype not in names:
+    if dtype not in SCALARS:
         raise KernelBuildError(f"no kernels for {dtype}: use bfloat16, float16 or float32")
-    return f"SCALAR_{names[dtype]}"
+    return f"SCALAR_{SCALARS[dtype]}"
 
 
 def device_arch(device: int | None = None) -> str:

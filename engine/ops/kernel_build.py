@@ -58,8 +58,9 @@ def build(
     if missing and require_cached:
         names = ", ".join(sorted({job.source for job in missing}))
         raise KernelBuildError(
-            f"{len(missing)} kernels are not in {cache.directory} ({names}), and compiling is switched "
-            "off: run scripts/build_kernels.py for this model once, or allow compiling"
+            f"{len(missing)} kernels are not in {cache.directory} ({names}), and --require-cached "
+            "forbids to compile them: run scripts/build_kernels.py with this model, dtypes, block size "
+            "and architecture, or leave the flag out"
         )
     total = len(jobs)
     if progress is not None and found:

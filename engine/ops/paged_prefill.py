@@ -257,13 +257,13 @@ def variant(
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
-    """Without soft-cap; a model that has one compiles its variant when it is first used."""
     group = config.num_heads // config.num_kv_heads
     if config.head_dim % 16 or config.block_size % 16 or config.dtype is torch.float32:
         return []
     return [
         variant(
-            config.dtype, config.kv_dtype, config.head_dim, group, config.block_size, False, arch
+            config.dtype, config.kv_dtype, config.head_dim, group, config.block_size, capped, arch
         )
         for arch in jit.ALL_ARCHS
+        for capped in config.softcaps
     ]

@@ -106,7 +106,10 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
         return []
     if not supports(config.head_dim, config.dtype, config.block_size, "sm_90a"):
         return []
-    return [variant(config.head_dim, config.dtype, config.block_size, softcap=False)]
+    return [
+        variant(config.head_dim, config.dtype, config.block_size, capped)
+        for capped in config.softcaps
+    ]
 
 
 def variant(

@@ -109,7 +109,7 @@ FP8_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # of the macro KV_FP
 
 
 def has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype in (torch.bfloat16, torch.float16) and head_dim % 16 == 0 and head_dim <= 512
+    return dtype in jit.SCALARS and head_dim % 16 == 0 and head_dim <= 512
 
 
 def launch(

@@ -11,25 +11,19 @@ rows up to the graph's size are the dummy row 0. Graphs are captured largest fir
 smaller ones fit into the memory of the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import StepInputs
+from engine.attention.base import GraphAttention, StepInputs
 from engine.models.base import Model
 from engine.ops import jit
 from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
 from engine.plan import StepPlan
 from engine.runner.request_table import RequestTable, table_updates
 from engine.runner.staging import Staging
-
-if TYPE_CHECKING:
-    from engine.attention.paged import PagedAttention
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -44,7 +38,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        attention: PagedAttention,
+        attention: GraphAttention,
         table: RequestTable,
         max_batch: int,
         device: torch.device,

@@ -14,7 +14,7 @@ from engine.ops.paged_decode import DecodeScratch
 from engine.ops.plan_decode import DecodePlan, PlanLimits, plan_decode
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-NAN_BYTE = {2: 0xFF, 1: 0x7F}  # by item size: a number of such bytes is NaN
+NAN_BYTE = {4: 0xFF, 2: 0xFF, 1: 0x7F}  # by item size: a number of such bytes is NaN
 TOLERANCE = {
     torch.bfloat16: 3e-3,
     torch.float16: 1e-3,

@@ -118,6 +118,8 @@ def angles(num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
         (BF16, BF16, 256, 8, 4, 16, True),
         (BF16, torch.float8_e4m3fn, 128, 8, 2, 16, False),
         (FP16, torch.float8_e5m2, 64, 5, 1, 32, True),
+        (FP32, FP32, 64, 9, 3, 16, False),
+        (FP32, FP32, 80, 4, 2, 32, True),
     ],
 )
 def test_rope_and_cache(
@@ -130,6 +132,7 @@ def test_rope_and_cache(
     has_norm: bool,
 ) -> None:
     num_blocks, k_scale, v_scale = 6, 0.5, 2.0
+    loose = 1e-5 if dtype is FP32 else 0.02
     norm = torch.randn(num_heads + num_kv_heads, head_dim).to(dtype) if has_norm else None
     for num_tokens in (1, 5):
         qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
@@ -143,11 +146,11 @@ def test_rope_and_cache(
         assert q.is_contiguous()
         # rotation subtracts: what was rounded before it may show as much as the operands are large
         torch.testing.assert_close(
-            q.float(), q_want.float(), rtol=2 * torch.finfo(dtype).eps, atol=0.02
+            q.float(), q_want.float(), rtol=2 * torch.finfo(dtype).eps, atol=loose
         )
         k, k_want, v, v_want = (t.float() for t in (got[0], want[0], got[1], want[1]))
         step = torch.finfo(kv_dtype).eps
-        torch.testing.assert_close(k, k_want, rtol=2 * step, atol=0.02)
+        torch.testing.assert_close(k, k_want, rtol=2 * step, atol=loose)
         if kv_dtype is dtype:
             assert torch.equal(v, v_want)
         else:
@@ -217,11 +220,24 @@ def test_copy_blocks(shape: tuple[int, ...]) -> None:
     caches = [torch.randn(shape).to(BF16) for _ in range(6)]
     want = [one.clone() for one in caches]
     pairs = torch.tensor([[1, 0], [1, 2]])
-    copy_blocks.reference(want, pairs)
-    copy_blocks.launch(caches, pairs, copy_blocks.cache_addresses(caches))
+    copy_blocks.reference(want, want, pairs)
+    addresses = copy_blocks.cache_addresses(caches, pairs.device)
+    copy_blocks.launch(caches, caches, pairs, addresses, addresses)
     for got, expected in zip(caches, want, strict=True):
         assert torch.equal(got, expected)
-    copy_blocks.launch(caches, pairs[:0], copy_blocks.cache_addresses(caches))
+    copy_blocks.launch(caches, caches, pairs[:0], addresses, addresses)
+
+
+def test_copy_blocks_between_two_memories() -> None:
+    caches = [torch.randn(5, 2, 16, 64).to(BF16) for _ in range(4)]
+    hosts = [torch.zeros(9, 2, 16, 64, dtype=BF16) for _ in range(4)]
+    want = [one.clone() for one in hosts]
+    pairs = torch.tensor([[1, 8], [4, 0], [2, 3]])
+    copy_blocks.reference(caches, want, pairs)
+    here, there = (copy_blocks.cache_addresses(all_, pairs.device) for all_ in (caches, hosts))
+    copy_blocks.launch(caches, hosts, pairs, here, there)
+    for got, expected in zip(hosts, want, strict=True):
+        assert torch.equal(got, expected)
 
 
 # --- inputs of a decode step ---
