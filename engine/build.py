@@ -30,7 +30,7 @@ from engine.runner.sampler import Sampler
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from engine.swap_space import (
     add_host_blocks,
-    check_swap_flags,
+    check_swap_space,
     decide_host_blocks,
     make_host_tier,
     swap_space_line,
@@ -71,7 +71,7 @@ def build_engine(
     started = time.monotonic()
     model_config = ModelConfig.from_directory(config.model)
     resolved = resolve(config, model_config)
-    check_swap_flags(config)
+    check_swap_space(config)
     gpu_free = 0
     if resolved.is_gpu:
         from engine.build_gpu import build_gpu_runner, compile_kernels  # needs CUDA libraries

@@ -64,8 +64,6 @@ FIXED_SETTINGS: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "trust_remote_code": (False,),
     "quantization": (None,),
-    "swap_space": (0,),
-    "preemption_mode": (None, "recompute"),
 }
 
 

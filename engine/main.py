@@ -217,7 +217,7 @@ def serve(
 
 def stats_of(loop: StepLoop, epoch: int) -> EngineStats:
     scheduler = loop.scheduler
-    pool = scheduler.kv.pool
+    pool, tier = scheduler.kv.pool, scheduler.kv.tier
     return EngineStats(
         epoch=epoch,
         num_running=scheduler.num_running,
@@ -233,6 +233,9 @@ def stats_of(loop: StepLoop, epoch: int) -> EngineStats:
         preemptions=scheduler.preemptions,
         aborts=scheduler.aborts,
         nan_events=loop.nan_events,
+        num_host_blocks=tier.num_slots if tier else 0,
+        num_used_host_blocks=tier.num_used if tier else 0,
+        num_swapped=tier.num_swapped if tier else 0,
     )
 
 

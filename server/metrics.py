@@ -191,19 +191,25 @@ class Exporter:
 
     def _engine_metrics(self) -> Iterator[Metric]:
         stats = self.status.stats
-        running, waiting, usage = 0, 0, 0.0
+        running, waiting, swapped, usage, host_usage = 0, 0, 0, 0.0, 0.0
         if stats is not None:
-            running, waiting = stats.num_running, stats.num_waiting
+            running, waiting, swapped = stats.num_running, stats.num_waiting, stats.num_swapped
             if stats.num_blocks:
                 usage = 1.0 - stats.num_free_blocks / stats.num_blocks
+            if stats.num_host_blocks:
+                host_usage = stats.num_used_host_blocks / stats.num_host_blocks
         # A request on its way through tokenizer_proc waits, too, but no engine counts it yet.
         waiting = max(waiting, self.num_queued)
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be started.", waiting)
-        yield self._gauge("vllm:num_requests_swapped", "Requests swapped out to host memory.", 0)
+        yield self._gauge(
+            "vllm:num_requests_swapped", "Waiting, with their KV kept in host memory.", swapped
+        )
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
             yield self._gauge(name, "Share of KV blocks in use; 1 is full.", usage)
-        yield self._gauge("vllm:cpu_cache_usage_perc", "Share of the host's KV pool in use.", 0)
+        yield self._gauge(
+            "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks in use.", host_usage
+        )
         counters = (
             (
                 "vllm:prompt_tokens",
@@ -255,6 +261,7 @@ class Exporter:
                 {
                     "block_size": str(limits.block_size),
                     "num_gpu_blocks": str(limits.num_blocks),
+                    "num_cpu_blocks": str(stats.num_host_blocks if stats else 0),
                     "enable_prefix_caching": str(limits.enable_prefix_caching),
                 },
             )

@@ -12,6 +12,7 @@ from engine.api.config import (
     MOST_TOKENS,
     ConfigError,
     EngineConfig,
+    check_swap,
     parse_length,
 )
 from server.access import Access
@@ -136,6 +137,7 @@ def check_memory(engine: EngineConfig) -> None:
         raise ConfigError(f"--block-size {engine.block_size}: choose {sizes}, or 0 for automatic")
     in_range("--num-blocks", engine.num_blocks, 0, MOST_BLOCKS)
     in_range("--kv-cache-gib", engine.kv_cache_gib, 0, MOST_GIB)
+    check_swap(engine)
 
 
 def at_least(flag: str, value: float, low: float) -> None:

@@ -345,6 +345,9 @@ class EngineStats(Message):
     preemptions: int
     aborts: int
     nan_events: int = 0  # steps with logits that are NaN or infinite
+    num_host_blocks: int = 0  # of --swap-space
+    num_used_host_blocks: int = 0
+    num_swapped: int = 0  # of num_waiting: preempted, with their KV kept in host memory
 
 
 class EngineFailed(Message):

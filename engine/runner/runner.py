@@ -13,6 +13,7 @@ from engine.plan import StepPlan, StepResult
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.graphs import DecodeGraphs
+from engine.runner.host_blocks import HostBlocks
 from engine.runner.prompt_logprobs import PromptOutput, score_prompts
 from engine.runner.request_table import RequestTable
 from engine.runner.sampler import SampleOutput, Sampler
@@ -60,11 +61,15 @@ class ModelRunner:
         self.table = table
         self.device_inputs = device_inputs
         self.graphs = graphs
+        self.host_blocks: HostBlocks | None = None  # with --swap-space
         self.specs = distinct(model.attention_specs)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run one step. Freed rows are given back first: a new request may take one in the same plan."""
+        if plan.swap_out or plan.swap_in:
+            assert self.host_blocks is not None, "a plan swaps blocks without memory for them"
+            self.host_blocks.copy(plan)
         for row in plan.freed_rows:
             self.sampler.free(row)
         for init in plan.new_rows:

@@ -113,10 +113,10 @@ def block_copy(num_pairs: int) -> Case:
 
     def setup(copies: int) -> list[Launch]:
         caches = [torch.zeros(shape, dtype=BF16, device="cuda") for _ in range(num_caches)]
-        addresses = copy_blocks.cache_addresses(caches)
+        addresses = copy_blocks.cache_addresses(caches, caches[0].device)
         blocks = 1 + torch.randperm(2 * num_pairs, device="cuda")
         pairs = blocks.view(num_pairs, 2).contiguous()
-        return [lambda: copy_blocks.copy_blocks(caches, pairs, addresses)]
+        return [lambda: copy_blocks.copy_blocks(caches, caches, pairs, addresses, addresses)]
 
     return Case(
         f"copy_blocks {num_pairs} pairs x {num_caches} caches",

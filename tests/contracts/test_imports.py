@@ -63,6 +63,7 @@ RULES = [
         for part in (
             "engine.scheduler",
             "engine.kv.block_pool",
+            "engine.kv.host_tier",
             "engine.kv.manager",
             "engine.request",
             "engine.plan",

@@ -303,15 +303,17 @@ def test_rope_in_a_graph(graph_replay: Record) -> None:
 @pytest.mark.parametrize("shape", [(64, 4, 64, 128), (33, 2, 16, 64), (9, 1, 16, 80)])
 def test_copy_blocks(shape: tuple[int, ...], dtype: torch.dtype, graph_replay: Record) -> None:
     caches = [torch.randint(0, 250, shape, device="cuda").to(dtype) for _ in range(10)]
-    addresses = copy_blocks.cache_addresses(caches)
+    addresses = copy_blocks.cache_addresses(caches, caches[0].device)
     pairs = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
-    replay = graph_replay(lambda: copy_blocks.copy_blocks(caches, pairs, addresses))
+    replay = graph_replay(
+        lambda: copy_blocks.copy_blocks(caches, caches, pairs, addresses, addresses)
+    )
     for _ in range(2):
         blocks = torch.randperm(shape[0] - 1)[:5] + 1
         sources, targets = blocks[[0, 0, 1]], blocks[[2, 3, 4]]
         pairs.copy_(torch.stack((sources, targets), 1))
         want = [one.clone() for one in caches]
-        copy_blocks.reference(want, pairs)
+        copy_blocks.reference(want, want, pairs)
         replay()
         for index, (got, expected) in enumerate(zip(caches, want, strict=True)):
             assert torch.equal(got, expected), f"cache {index}"

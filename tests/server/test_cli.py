@@ -50,6 +50,8 @@ def test_defaults() -> None:
         (["--tensor-parallel-size", "1", "--dtype", "half"], "dtype", "half"),
         (["--kv-cache-dtype=fp8", "--swap-space", "0", "/m"], "kv_cache_dtype", "fp8"),
         (["--disable-log-stats", "/m"], "model", "/m"),
+        (["--swap-space", "4", "/m"], "swap_space", 4.0),
+        (["--preemption-mode=swap", "--swap-space=4"], "preemption_mode", "swap"),
     ],
 )
 def test_engine_flags(argv: list[str], field: str, value: object) -> None:
@@ -95,7 +97,8 @@ def test_model_swallowed_as_a_name(tmp_path: Path) -> None:
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size 2", "only 1"]),
         (["--tensor_parallel_size=2"], ["--tensor-parallel-size 2"]),
         (["--quantization", "awq"], ["--quantization awq"]),
-        (["--swap-space", "4"], ["--swap-space 4", "only 0"]),
+        (["--swap-space", "lots"], ["--swap-space", "lots"]),
+        (["--preemption-mode", "drop"], ["--preemption-mode", "drop", "recompute"]),
         (["--kv-cache-dtype", "int8"], ["--kv-cache-dtype", "int8", "fp8_e5m2"]),
         (["--trust-remote-code"], ["--trust-remote-code", "never run"]),
         (["--enable-lora"], ["LoRA"]),

@@ -162,7 +162,8 @@ def test_release_and_forget_leaves_nothing_to_find():
     first, second = make(list(range(9))), make(list(range(9)), req_id=2)
     prefill(kv, first)
     prefill(kv, second)
-    kv.release(first, forget=True)
+    kv.release(first)
+    kv.retire(first, is_bad=True)
     assert kv.find_prefix(make(list(range(9)), req_id=3)) == []
     kv.check_invariants([second])
     kv.release(second)

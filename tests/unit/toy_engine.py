@@ -3,7 +3,9 @@
 The "KV" of a token is its id, stored by slot. In every step and for every attended position the toy
 checks that the slot found through the block table holds exactly the request's own token, and the next
 token is a hash of what it read. One block given to two requests, named too early, overwritten or freed
-too soon therefore shows at once, and a wrong token changes all that follow.
+too soon therefore shows at once, and a wrong token changes all that follow. With a host tier, after every
+launch each name that can be found, on the device or on the host, must lead to the tokens that it stands
+for.
 
 Steps run in the order of their launch, as on one compute stream. `depth` steps stay in flight: with 0
 each is committed at once; with 1 (overlap) only after the next one was planned and launched.
@@ -19,8 +21,10 @@ import numpy as np
 from engine.api.hashing import block_names
 from engine.api.messages import AbortReason, AddRequest, FinishReason, StepOutput
 from engine.api.sampling import SamplingParams
+from engine.kv.host_tier import HostTier
 from engine.kv.manager import KVCacheManager
 from engine.plan import StepPlan, StepResult
+from engine.request import Request
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 
 VOCAB = 50
@@ -54,10 +58,14 @@ def undisturbed(prompt: list[int], params: SamplingParams, max_model_len: int) -
 class ToyRunner:
     """Executes plans on arrays indexed by row, block and slot."""
 
-    def __init__(self, num_rows: int, num_blocks: int, block_size: int, budget: int) -> None:
+    def __init__(
+        self, num_rows: int, num_blocks: int, block_size: int, budget: int, num_slots: int = 0
+    ) -> None:
         self.block_size = block_size
         self.budget = budget
+        self.num_computed = 0  # tokens since the start
         self.kv = np.full(num_blocks * block_size, -1, np.int32)
+        self.host = np.full((num_slots, block_size), -2, np.int32)
         self.block_table = np.zeros((num_rows, MODEL_LEN // block_size + 2), np.int64)
         self.history: list[list[int] | None] = [None] * num_rows  # the row's true tokens
 
@@ -66,8 +74,10 @@ class ToyRunner:
         assert 0 not in plan.rows, "row 0 is reserved"
         assert len(set(plan.rows.tolist())) == plan.batch_size, "a row appears twice"
         assert (plan.num_tokens > 0).all(), "a row computes nothing"
+        self._swap(plan)
         self._apply_changes(plan)
         spans = self._write(plan)
+        self.num_computed += plan.total_tokens
         sampled = []
         for row, end, samples in spans:
             history = self.history[row]
@@ -82,6 +92,18 @@ class ToyRunner:
             assert history is not None
             history.append(token)
         return StepResult(np.array([token for _, token in sampled], np.int32))
+
+    def _swap(self, plan: StepPlan) -> None:
+        blocks = self.kv.reshape(-1, self.block_size)
+        written = [slot for _, slot in plan.swap_out]
+        assert len(set(written)) == len(written), "a slot is written twice"
+        targets = [block for _, block in plan.swap_in]
+        assert len(set(targets)) == len(targets), "a block is copied in twice"
+        assert 0 not in [*targets, *(block for block, _ in plan.swap_out)], "block 0 is reserved"
+        for block, slot in plan.swap_out:
+            self.host[slot] = blocks[block]
+        for slot, block in plan.swap_in:
+            blocks[block] = self.host[slot]
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
@@ -156,7 +178,10 @@ class ToyEngine:
         prefix_caching: bool = True,
         chunked: bool = True,
         check_invariants: bool = True,
+        num_slots: int = 0,
+        keeps_all: bool = False,
     ) -> None:
+        """`num_slots`: blocks of the host tier; 0: none."""
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -168,9 +193,13 @@ class ToyEngine:
             check_invariants=check_invariants,
             num_rows=max_num_seqs + 2,
         )
-        self.kv = KVCacheManager(num_blocks, block_size, prefix_caching)
+        self.tier = HostTier(num_slots, keeps_all) if num_slots else None
+        self.kv = KVCacheManager(num_blocks, block_size, prefix_caching, self.tier)
         self.scheduler = Scheduler(config, self.kv)
-        self.runner = ToyRunner(config.num_rows, num_blocks, block_size, budget)
+        self.runner = ToyRunner(config.num_rows, num_blocks, block_size, budget, num_slots)
+        self.tokens_of: dict[bytes, list[int]] = {}  # by name; with a tier
+        if self.tier is not None:
+            self._learn_names()
         self.depth = depth
         self.completions: dict[int, Completion] = {}
         self.num_wasted = 0  # samples that nobody wanted
@@ -218,10 +247,40 @@ class ToyEngine:
         assert plan or self._in_flight or not self.scheduler.num_running, "running, yet no plan"
         if plan is not None:
             self._in_flight.append((plan, self.runner.launch(plan)))
+            if self.tier is not None:
+                self._check_names(plan, self.tier)
         if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
             self._commit(*self._in_flight.popleft())
         self.receive(self.scheduler.take_output(0, self._now_ns))
         return plan
+
+    def _learn_names(self) -> None:
+        """Take down the tokens of each block as it is named."""
+        name_full_blocks, size = self.kv.name_full_blocks, self.kv.block_size
+
+        def name_and_learn(request: Request) -> None:
+            first = request.num_named_blocks
+            name_full_blocks(request)
+            for index in range(first, request.num_named_blocks):
+                tokens = request.token_ids[index * size : (index + 1) * size].tolist()
+                self.tokens_of[request.block_names[index]] = tokens
+
+        self.kv.name_full_blocks = name_and_learn  # type: ignore[method-assign]
+
+    def _check_names(self, plan: StepPlan, tier: HostTier) -> None:
+        """What can be found by name is what the name says."""
+        pool = self.kv.pool
+        blocks = self.runner.kv.reshape(-1, self.kv.block_size)
+        for block in range(1, pool.num_blocks):
+            name = pool.name_of(block)
+            if name is not None:
+                assert blocks[block].tolist() == self.tokens_of[name], f"block {block} is misnamed"
+        for name, slot in tier._slots.items():
+            assert self.runner.host[slot].tolist() == self.tokens_of[name], (
+                f"slot {slot} is misnamed"
+            )
+        for _, block in plan.swap_in:
+            assert pool.name_of(block) is not None, "a block is copied in and not named"
 
     def run(self, max_steps: int = 5000) -> None:
         """Step until everything has ended."""
@@ -268,4 +327,7 @@ class ToyEngine:
         assert self.scheduler.num_running == 0
         assert self.scheduler.num_waiting == 0
         assert self.kv.num_free_blocks == self.kv.num_usable_blocks
+        if self.tier is not None:
+            assert self.tier.num_swapped == 0
+            assert self.tier.keeps_all or self.tier.num_used == 0
         self.scheduler.check_invariants()
