@@ -11,11 +11,12 @@ from tokenizer_proc.stop import StopMatcher
 class CompletionText:
     """Fed with tokens one by one, so the result cannot depend on how steps group them.
 
-    A log-probability entry is released together with the first character of its token's text. A
+    A log-probability entry is released together with the last character of its token's text. A
     token that only begins a character, or that renders to nothing, goes with the character after it.
+    The texts of all entries are the text.
 
         tokens     "Hel" | F0 9F | 98 80 | "lo\\n"
-        start        3   |   6   |   6   |   7          characters before the token
+        start        0   |   3   |   3   |   4          characters before the token
         released   "Hel" |  ""   |  "😀" | "lo\\n"       entries: 1, 0, 2, 1
     """
 
@@ -28,6 +29,7 @@ class CompletionText:
         self.num_chars = 0  # decoded, held text included
         self.num_released = 0  # characters given out
         self.waiting: deque[tuple[int, TokenLogprobText]] = deque()  # (start, entry)
+        self.logprob_sum = 0.0  # over all tokens counted
 
     @property
     def stop_string(self) -> str | None:
@@ -37,17 +39,24 @@ class CompletionText:
     def push(self, token_id: int, entry: TokenLogprobText | None = None) -> str:
         """Text released by the next token. Afterwards look at `stop_string`."""
         self.num_tokens += 1
+        piece = self.stream.push(token_id)
         if entry is not None:
+            entry.text = piece
+            self.logprob_sum += entry.chosen.logprob
             self.waiting.append((self.num_chars, entry))
-        return self._release(self.stream.push(token_id))
+        return self._release(piece)
 
-    def skip(self) -> None:
+    def skip(self, logprob: float = 0.0) -> None:
         """Count a token that is not rendered: the stop or end-of-sequence token."""
         self.num_tokens += 1
+        self.logprob_sum += logprob
 
     def finish(self) -> str:
         """All text that was held, when no more tokens come. Not after a stop string."""
-        text = self._release(self.stream.finish())  # half a character may complete a stop string
+        piece = self.stream.finish()
+        if piece and self.waiting:
+            self.waiting[-1][1].text += piece
+        text = self._release(piece)  # half a character may complete a stop string
         if self.matcher is not None and self.matcher.found is None:
             text += self.matcher.finish()
         return text
@@ -56,11 +65,22 @@ class CompletionText:
         """Entries of tokens whose text was released since the last call.
 
         `everything`: all that wait, when all text is released; tokens without text at the end of a
-        completion have no character to come with.
+        completion have no character to come with. A token that a stop string cuts keeps what is
+        left of its text.
         """
         entries = []
-        while self.waiting and (everything or self.waiting[0][0] < self.num_released):
-            entries.append(self.waiting.popleft()[1])
+        while self.waiting:
+            start, entry = self.waiting[0]
+            num_shown = self.num_released - start
+            if not everything:
+                if num_shown <= 0:
+                    break
+                if num_shown < len(entry.text):
+                    if self.stop_string is None:
+                        break
+                    entry.text = entry.text[:num_shown]
+            entries.append(entry)
+            self.waiting.popleft()
         return entries
 
     def _release(self, piece: str) -> str:

@@ -18,6 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 class EncodedPrompt:
     token_ids: Int32Array  # [num_tokens]
     text: str | None  # as given or as rendered; None for a prompt given as ids
+    added: tuple[int, ...] = ()  # places of tokens that are not of the text, such as BOS
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -81,8 +82,11 @@ class Encoder:
                     f"together; shorten the prompt",
                     param,
                 )
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return EncodedPrompt(np.array(ids, dtype=np.int32), text)
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        added: list[int] = []
+        if add_special_tokens:
+            added = np.flatnonzero(encoding.special_tokens_mask).tolist()
+        return EncodedPrompt(np.array(encoding.ids, dtype=np.int32), text, tuple(added))
 
 
 def prompt_param(prompt: Prompt) -> str:

@@ -26,6 +26,7 @@ def with_text(
     return TokenLogprobText(
         chosen=entry(token_id, logprobs.sampled),
         top=[entry(*pair) for pair in zip(top_ids, top_logprobs, strict=True)],
+        rank=logprobs.rank,
     )
 
 

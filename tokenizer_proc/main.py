@@ -53,6 +53,7 @@ from tokenizer_proc.errors import PromptError
 from tokenizer_proc.loading import Tokenizer, check_fits_model
 from tokenizer_proc.output import OutputProcessor
 from tokenizer_proc.prepare import PreparedRequest, prepare
+from tokenizer_proc.prompt_tokens import token_texts
 from tokenizer_proc.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -232,17 +233,22 @@ class TokenizerLoop:
                 ),
             )
             return
+        prompt_texts, prompt_text = None, result.prompt_text
+        if generate.want_prompt_text and generate.params.prompt_logprobs is not None:
+            prompt_texts = token_texts(self.vocabulary, result.token_ids, result.added)
+            prompt_text = "".join(prompt_texts)  # differs if the tokenizer normalizes its input
         self._send(
             self.replies,
             Accepted(
                 req_id=generate.req_id,
                 num_prompt_tokens=result.num_prompt_tokens,
-                prompt_text=result.prompt_text,
+                prompt_text=prompt_text,
+                prompt_token_ids=result.token_ids.tobytes() if generate.want_token_ids else None,
             ),
         )
         for request in result.requests:
             if request.req_id in wanted:
-                self.output.add(request)
+                self.output.add(request, result.copies, generate.want_token_ids, prompt_texts)
                 self._send(self.submit, request)
 
     # --- work for the threads ---------------------------------------------------------------------

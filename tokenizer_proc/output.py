@@ -1,7 +1,10 @@
 """Turns the engine's steps into text for the server: one pass over the columns of a step."""
 
 import logging
+from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +20,7 @@ from engine.api.messages import (
 from tokenizer_proc.completion import CompletionText
 from tokenizer_proc.detokenize import text_stream
 from tokenizer_proc.logprobs import with_text
+from tokenizer_proc.prompt_tokens import PromptTokens
 from tokenizer_proc.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -34,18 +38,40 @@ STATUS_OF_REJECTION = {
 }
 
 
+@dataclass(slots=True)
+class Live:
+    """One request of the engine. It may stand for several choices that cannot differ."""
+
+    completion: CompletionText
+    copies: int = 1  # choices req_id .. req_id + copies - 1 all get the same
+    wants_token_ids: bool = False
+    prompt: PromptTokens | None = None  # if its log-probabilities are wanted
+
+
 class OutputProcessor:
     """Owns the text of every live request. A request leaves with its terminal message or its abort."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.live: dict[int, CompletionText] = {}
+        self.live: dict[int, Live] = {}
 
-    def add(self, request: AddRequest) -> None:
-        """Expect the output of `request`. Call it before the engine can answer."""
+    def add(
+        self,
+        request: AddRequest,
+        copies: int = 1,
+        wants_token_ids: bool = False,
+        prompt_texts: list[str] | None = None,
+    ) -> None:
+        """Expect the output of `request`. Call it before the engine can answer.
+
+        `prompt_texts`: what each prompt token adds to the text, to come with its log-probability.
+        """
         prompt_ids = np.frombuffer(request.token_ids, dtype="<i4")
         stream = text_stream(self.vocabulary, request.params.skip_special_tokens, prompt_ids)
-        self.live[request.req_id] = CompletionText(request.params, stream)
+        live = Live(CompletionText(request.params, stream), copies, wants_token_ids)
+        if request.params.prompt_logprobs is not None:
+            live.prompt = PromptTokens(self.vocabulary, prompt_ids, prompt_texts)
+        self.live[request.req_id] = live
 
     def forget(self, req_ids: Iterable[int]) -> list[int]:
         """Drop requests; returns those that were live. Their later output is ignored."""
@@ -57,7 +83,17 @@ class OutputProcessor:
         Requests that are unknown (aborted, or ended by a stop string some steps ago) are skipped.
         """
         deltas = Deltas(req_ids=[], texts=[], counts=[], finished=[])
-        deltas.started = [row for row in step.started if row[0] in self.live]
+        for req_id, num_cached, queue_us in step.started:
+            live = self.live.get(req_id)
+            if live is not None:
+                ids = range(req_id, req_id + live.copies)
+                deltas.started += [(copy, num_cached, queue_us) for copy in ids]
+                if live.prompt is not None:
+                    deltas.prompt_logprobs.append((req_id, live.prompt.first()))
+        for columns in step.prompt_logprobs:
+            live = self.live.get(columns.req_id)
+            if live is not None and live.prompt is not None:
+                deltas.prompt_logprobs.append((columns.req_id, live.prompt.take(columns)))
         abort_ids: list[int] = []
         ends = {index: (reason, token) for index, reason, token in step.finished}
         logprobs = {entry.index: entry for entry in step.logprobs}
@@ -65,17 +101,20 @@ class OutputProcessor:
         for index, (req_id, count) in enumerate(zip(step.req_ids, step.counts, strict=True)):
             tokens = range(first, first + count)
             first += count
-            completion = self.live.get(req_id)
-            if completion is None:
+            live = self.live.get(req_id)
+            if live is None:
                 continue
+            row = len(deltas.req_ids)
             try:
                 ended = self._advance(
-                    completion, req_id, step.token_ids, tokens, logprobs, ends.get(index), deltas
+                    live, req_id, step.token_ids, tokens, logprobs, ends.get(index), deltas
                 )
             except Exception:
                 logger.exception("request %d: its output cannot be turned into text", req_id)
                 add_row(deltas, req_id, "", 0, (FinishReason.ERROR, None))
                 ended = True
+            if live.copies > 1:
+                add_copies(deltas, row, live.copies)
             if ended:
                 del self.live[req_id]
                 if index not in ends:
@@ -87,18 +126,18 @@ class OutputProcessor:
         return [
             RequestError(
                 req_id=req_id,
-                n=1,
+                n=live.copies,
                 status=STATUS_OF_REJECTION.get(code, 500),
                 code=code,
                 message=message,
             )
             for req_id, code, message in step.rejected
-            if self.live.pop(req_id, None) is not None
+            if (live := self.live.pop(req_id, None)) is not None
         ]
 
     def _advance(
         self,
-        completion: CompletionText,
+        live: Live,
         req_id: int,
         token_ids: list[int],
         tokens: range,  # of token_ids: those of this request
@@ -107,6 +146,7 @@ class OutputProcessor:
         deltas: Deltas,
     ) -> bool:
         """Add one request's row to `deltas`. Returns whether the request has ended."""
+        completion = live.completion
         reason, stop_token = end or (None, None)
         stop_id = stop_token if stop_token in completion.params.stop_token_ids else None
         shows_stop_token = stop_id is not None and completion.params.include_stop_str_in_output
@@ -114,7 +154,7 @@ class OutputProcessor:
         text = ""
         for position in tokens:
             if reason is FinishReason.STOP and position == tokens[-1] and not shows_stop_token:
-                completion.skip()
+                completion.skip(logprobs[position].sampled if position in logprobs else 0.0)
                 break
             entry = self._entry(completion, token_ids[position], logprobs.get(position))
             text += completion.push(token_ids[position], entry)
@@ -129,7 +169,13 @@ class OutputProcessor:
             finish = (reason, stop_id)
         all_is_shown = finish is not None and completion.stop_string is None
         entries = completion.take_entries(everything=all_is_shown)
-        add_row(deltas, req_id, text, completion.num_tokens - num_before, finish, entries)
+        count = completion.num_tokens - num_before
+        if live.wants_token_ids and count:
+            ids = array("i", token_ids[tokens.start : tokens.start + count])
+            deltas.token_ids.append((len(deltas.req_ids), ids.tobytes()))
+        if finish is not None and completion.params.logprobs is not None:
+            deltas.logprob_sums.append((len(deltas.req_ids), completion.logprob_sum))
+        add_row(deltas, req_id, text, count, finish, entries)
         return finish is not None
 
     def _entry(
@@ -157,3 +203,17 @@ def add_row(
         deltas.finished.append((row, *finish))
     if entries:
         deltas.logprobs.append((row, entries))
+
+
+def add_copies(deltas: Deltas, row: int, copies: int) -> None:
+    """The choices after the one in the last row `row` get the same, under the ids that follow."""
+
+    def repeat(column: list[tuple[Any, ...]]) -> None:
+        if column and column[-1][0] == row:
+            column += [(row + copy, *column[-1][1:]) for copy in range(1, copies)]
+
+    deltas.req_ids += [deltas.req_ids[row] + copy for copy in range(1, copies)]
+    deltas.texts += deltas.texts[row:] * (copies - 1)
+    deltas.counts += deltas.counts[row:] * (copies - 1)
+    for column in (deltas.finished, deltas.logprobs, deltas.token_ids, deltas.logprob_sums):
+        repeat(cast(list[tuple[Any, ...]], column))

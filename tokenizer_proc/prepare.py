@@ -8,15 +8,27 @@ import msgspec
 from engine.api.hashing import block_names
 from engine.api.messages import AddRequest, EngineLimits, Generate, TokenPrompt
 from engine.api.sampling import SamplingParams, choice_seed
-from tokenizer_proc.encode import EncodedPrompt, Encoder, check_token_ids, prompt_param
+from tokenizer_proc.encode import (
+    EncodedPrompt,
+    Encoder,
+    Int32Array,
+    check_token_ids,
+    prompt_param,
+)
 from tokenizer_proc.errors import PromptError
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    num_prompt_tokens: int
+    token_ids: Int32Array  # the prompt
     prompt_text: str | None  # only if the request wants it
     requests: list[AddRequest]  # one for each choice, ids req_id .. req_id + n - 1
+    copies: int = 1  # choices that each of `requests` stands for: equal ones are computed once
+    added: tuple[int, ...] = ()  # places of prompt tokens that are not of the text
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 def prepare(
@@ -24,35 +36,56 @@ def prepare(
 ) -> PreparedRequest:
     """Encode the prompt once and make one request per choice; they share its block names, hence its KV.
 
+    Choices that cannot differ are one request. Only the first reports the prompt's log-probabilities.
     `default_seed` is for requests that name none; 0 draws a fresh one. Raises PromptError.
     """
     params = generate.params
     check_param_ids(params, limits.vocab_size)
-    prompt = encoder.encode(generate.prompt, limits.max_model_len)
+    longest = None if params.truncate_prompt_tokens else limits.max_model_len
+    prompt = truncate(encoder.encode(generate.prompt, longest), params, limits)
     is_text = not isinstance(generate.prompt, TokenPrompt)
     check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(generate.prompt), is_text)
-    max_tokens = resolve_max_tokens(len(prompt), params, limits, prompt_param(generate.prompt))
+    param, clamp = prompt_param(generate.prompt), generate.clamp_max_tokens
+    max_tokens = resolve_max_tokens(len(prompt), params, limits, param, clamp)
     token_ids = prompt.token_ids.tobytes()
     names = b""
     if limits.enable_prefix_caching:
         names = block_names(token_ids, limits.block_size, generate.cache_salt)
     seed = resolve_seed(params.seed, default_seed)
+    copies = params.n if params.is_deterministic else 1
     requests = [
         AddRequest(
             req_id=generate.req_id + choice,
             token_ids=token_ids,
             block_names=names,
             params=msgspec.structs.replace(
-                params, n=1, max_tokens=max_tokens, seed=as_int64(choice_seed(seed, choice))
+                params,
+                n=1,
+                max_tokens=max_tokens,
+                seed=as_int64(choice_seed(seed, choice)),
+                prompt_logprobs=params.prompt_logprobs if choice == 0 else None,
             ),
             arrival_ns=generate.arrival_ns,
             priority=generate.priority,
             cache_salt=generate.cache_salt,
         )
-        for choice in range(params.n)
+        for choice in range(params.n // copies)
     ]
     text = prompt_text(encoder, prompt) if generate.want_prompt_text else None
-    return PreparedRequest(len(prompt), text, requests)
+    return PreparedRequest(prompt.token_ids, text, requests, copies, prompt.added)
+
+
+def truncate(prompt: EncodedPrompt, params: SamplingParams, limits: EngineLimits) -> EncodedPrompt:
+    """The last `truncate_prompt_tokens` of the prompt; with -1 as many as leave room for max_tokens."""
+    keep = params.truncate_prompt_tokens
+    if keep == -1:
+        room = 1 if params.max_tokens is None else params.max_tokens
+        keep = max(1, limits.max_model_len - room)
+    if keep is None or len(prompt) <= keep:
+        return prompt
+    cut = len(prompt) - keep
+    added = tuple(place - cut for place in prompt.added if place >= cut)
+    return EncodedPrompt(prompt.token_ids[cut:], None, added)
 
 
 def prompt_text(encoder: Encoder, prompt: EncodedPrompt) -> str:
@@ -61,26 +94,31 @@ def prompt_text(encoder: Encoder, prompt: EncodedPrompt) -> str:
 
 
 def resolve_max_tokens(
-    num_prompt: int, params: SamplingParams, limits: EngineLimits, param: str
+    num_prompt: int, params: SamplingParams, limits: EngineLimits, param: str, clamp: bool = False
 ) -> int:
     """How many tokens may be generated. Raises PromptError if the lengths cannot work.
 
     The last token generated needs no KV, hence the -1 below. Without max_tokens the completion may
-    fill the context, or the KV cache if that is smaller.
+    fill the context, or the KV cache if that is smaller; with `clamp`, max_tokens is lowered to that.
+    Without any new token the prompt may be as long as the context.
     """
     longest, asked = limits.max_model_len, params.max_tokens
     if num_prompt == 0:
         raise PromptError(400, "empty_prompt", "the prompt has no tokens; send some text", param)
-    if num_prompt >= longest:
+    least_room = 0 if asked == 0 else 1
+    if num_prompt > longest - least_room:
         raise PromptError(
             400,
             "context_length_exceeded",
             f"the prompt has {num_prompt} tokens, but the maximum context length is {longest} "
             f"tokens, prompt and completion together; shorten the prompt by at least "
-            f"{num_prompt - longest + 1} tokens",
+            f"{num_prompt - longest + least_room} tokens",
             param,
         )
     room = longest - num_prompt
+    capacity = limits.num_blocks * limits.block_size - num_prompt + 1
+    if clamp and asked is not None:
+        asked = min(asked, room, max(capacity, 1))
     if asked is not None and asked > room:
         raise PromptError(
             400,
@@ -90,7 +128,6 @@ def resolve_max_tokens(
             f"largest max_tokens that fits is {room}",
             "max_tokens",
         )
-    capacity = limits.num_blocks * limits.block_size - num_prompt + 1
     if capacity < (asked or 1):
         blocks = -(-(num_prompt + (asked or 1) - 1) // limits.block_size)
         remedy = (

@@ -145,6 +145,11 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         return self.temperature < 1e-5
 
     @property
+    def is_deterministic(self) -> bool:
+        """Only the single best token can come out, whatever the seed."""
+        return self.is_greedy or self.top_k == 1 or self.top_p == 0.0
+
+    @property
     def has_penalties(self) -> bool:
         return (
             self.presence_penalty != 0.0

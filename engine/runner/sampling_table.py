@@ -103,4 +103,4 @@ class SamplingTable:
 
 def draws(params: SamplingParams) -> bool:
     """Whether more than the single best token can come out."""
-    return not (params.is_greedy or params.top_k == 1 or params.top_p == 0.0)
+    return not params.is_deterministic

@@ -110,7 +110,7 @@ def test_ids_given_as_prompt_are_echoed_as_text():
 
 
 def test_choices_share_prompt_and_names_but_not_seeds():
-    requests = make(tokens(8), n=3, seed=5, temperature=0.0).requests
+    requests = make(tokens(8), n=3, seed=5, temperature=0.5).requests
     assert [r.req_id for r in requests] == [10, 11, 12]
     assert len({r.token_ids for r in requests}) == len({r.block_names for r in requests}) == 1
     assert [r.params.seed % 2**64 for r in requests] == [choice_seed(5, i) for i in range(3)]
