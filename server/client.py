@@ -48,7 +48,7 @@ from engine.api.messages import (
     decoder,
     encoder,
 )
-from engine.api.sampling import SamplingParams
+from engine.api.sampling import SamplingParams, StructuredOutput
 from server.errors import ApiError
 from server.health import EngineStatus
 from server.metrics import Metrics
@@ -69,6 +69,9 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     clamp_max_tokens: bool = False
     is_batch: bool = False  # the field `prompt` is a list of prompts, so errors name the entry
     incremental: bool = False  # wake the handler for every delta, rather than once at the end
+    shown_special: list[str] = []
+    reasoning_mark: str = ""
+    structured_after_mark: StructuredOutput | None = None
 
 
 class EngineClient:
@@ -164,6 +167,9 @@ class EngineClient:
                         cache_salt=options.cache_salt,
                         want_prompt_text=options.want_prompt_text,
                         clamp_max_tokens=options.clamp_max_tokens,
+                        shown_special=options.shown_special,
+                        reasoning_mark=options.reasoning_mark,
+                        structured_after_mark=options.structured_after_mark,
                     )
                 )
         except BaseException:  # what cannot be sent must not stay in the table
@@ -335,7 +341,12 @@ class EngineClient:
         if choice is None:
             self.metrics.late_messages += 1
             return
-        choice.stream.accept(choice.prompt_index, accepted.num_prompt_tokens, accepted.prompt_text)
+        choice.stream.accept(
+            choice.prompt_index,
+            accepted.num_prompt_tokens,
+            accepted.prompt_text,
+            accepted.prompt_end,
+        )
 
     def _on_request_error(self, error: RequestError) -> None:
         choices = [self._remove(req_id) for req_id in range(error.req_id, error.req_id + error.n)]
@@ -357,6 +368,7 @@ class EngineClient:
 
     def _on_tokenizer_ready(self, ready: TokenizerReady) -> None:
         self.status.limits = ready.limits
+        self.status.chat_template = ready.chat_template
         self.status.changed_at = time.time()
 
     def _on_control_result(self, result: ControlResult) -> None:

@@ -75,6 +75,33 @@ class ServerConfig:
         "model",
         metavar="FILE",
     )
+    trust_request_chat_template: bool = arg(
+        False,
+        "let requests bring a chat template of their own; it runs in a sandbox in a process of its "
+        "own, but still is a program of theirs, which may take two seconds of a core",
+        "model",
+    )
+    tool_call_parser: str = arg(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template says, and requests with tools "
+        "are refused where that is not certain. A format that the model was not trained for works "
+        "less well; a template without tools then gets them in a system message",
+        "model",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "json"),
+    )
+    reasoning_parser: str = arg(
+        "none",
+        "split the model's reasoning off its answers; deepseek_r1: models that always reason, "
+        "perhaps without the mark <think>; qwen3: those that write <think>, or whose template does",
+        "model",
+        choices=("none", "deepseek_r1", "qwen3"),
+    )
+    reasoning_field: str = arg(
+        "reasoning_content",
+        "name of the field with the reasoning in answers; both sends it twice",
+        "model",
+        choices=("reasoning_content", "reasoning", "both"),
+    )
     generation_config: str = arg(
         "auto",
         "auto: defaults for temperature, top_p, top_k and the like come from the model's "

@@ -36,6 +36,7 @@ class EngineStatus:
     progress: float = 0.0  # 0..1 within the phase
     detail: str = ""
     limits: EngineLimits | None = None  # known once requests can be served
+    chat_template: str = ""  # known then, too
     stats: EngineStats | None = None
     failure: EngineFailed | None = None
     is_serving: bool = False

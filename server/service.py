@@ -17,6 +17,7 @@ from server.deep_check import DeepCheck
 from server.errors import ApiError, missing
 from server.health import Verdict
 from server.metrics import Exporter
+from server.schema.chat_rules import ChatRules, chat_rules
 from server.schema.fields import IgnoredFields
 from server.schema.limits import refuse_unknown
 from server.schema.sampling import SamplingDefaults
@@ -45,6 +46,10 @@ class Service:
         self.access = Access.from_config(self.config)
         self.cors = CorsPolicy.from_config(self.config)
         self.deep_check = DeepCheck(self.client)
+
+    @property
+    def chat_rules(self) -> ChatRules:
+        return chat_rules(self.config, self.client.status.chat_template)
 
     def report_unknown(self, names: list[str]) -> None:
         """Log unknown fields; with --strict-fields raise ApiError 400 instead."""

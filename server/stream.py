@@ -30,6 +30,7 @@ class Piece:
     logprobs: list[TokenLogprobText]
     finish_reason: str | None
     stop_reason: str | int | None
+    parts: list[tuple[str, int]]  # the text as it arrived, each with the tokens generated until then
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,9 @@ class Choice:
     prompt_index: int
     texts: list[str] = field(default_factory=list)  # pending
     logprobs: list[TokenLogprobText] = field(default_factory=list)  # pending
+    ends: list[int] = field(default_factory=list)  # num_tokens at the end of each of `texts`
     num_tokens: int = 0  # generated so far, as billed
+    reasoning_tokens: int = 0  # of these, as far as they were read
     is_marked: bool = False  # waits in stream._marked
     is_opened: bool = False  # the handler has written the first chunk
     finish_reason: str | None = None
@@ -54,6 +57,7 @@ class Choice:
 
     def add_text(self, text: str) -> None:
         self.texts.append(text)
+        self.ends.append(self.num_tokens)
         self.stream.mark(self)
         self.stream.on_pending(len(text))
 
@@ -62,9 +66,11 @@ class Choice:
         text = "".join(self.texts)
         if not text and self.finish_reason is None:
             return None
-        piece = Piece(text, self.logprobs, self.finish_reason, self.stop_reason)
+        parts = list(zip(self.texts, self.ends, strict=True))
+        piece = Piece(text, self.logprobs, self.finish_reason, self.stop_reason, parts)
         self.stream.num_pending_chars -= len(text)
         self.texts = []
+        self.ends = []
         self.logprobs = []
         return piece
 
@@ -91,6 +97,7 @@ class RequestStream:
         self.num_prompt_tokens = [0] * num_prompts
         self.num_cached_tokens = [0] * num_prompts
         self.prompt_texts: list[str] = [""] * num_prompts
+        self.prompt_ends: list[str] = [""] * num_prompts  # of chats
         self.error: ApiError | None = None
         self.num_pending_chars = 0
         self.write_limit: asyncio.Timeout | None = None  # of the write under way
@@ -113,9 +120,12 @@ class RequestStream:
         self._num_unfinished += 1
         return choice
 
-    def accept(self, prompt_index: int, num_prompt_tokens: int, text: str | None) -> None:
+    def accept(
+        self, prompt_index: int, num_prompt_tokens: int, text: str | None, prompt_end: str = ""
+    ) -> None:
         self.num_prompt_tokens[prompt_index] = num_prompt_tokens
         self.prompt_texts[prompt_index] = text or ""
+        self.prompt_ends[prompt_index] = prompt_end
         self._num_accepted += 1
         if self._marked:
             self._wake()

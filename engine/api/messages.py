@@ -255,6 +255,14 @@ class TokenLogprobText(Message):
     rank: int = 0  # of `chosen`, 1 = most likely; 0: a prompt's first token, which has no logprob
     text: str = ""  # what it adds to the text
 
+    def ranked(self, k: int) -> list[tuple[int, LogprobEntry]]:
+        """The k best with their ranks, and `chosen`, if it is not one of them."""
+        best = list(enumerate(self.top[:k], 1))
+        others = [pair for pair in best if pair[1].token_id != self.chosen.token_id]
+        if len(others) == len(best):
+            return [*best, (self.rank, self.chosen)]
+        return [(self.rank if e.token_id == self.chosen.token_id else i, e) for i, e in best]
+
 
 class Deltas(Message):
     """New text for many requests, in columns over `req_ids`."""

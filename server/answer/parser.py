@@ -46,6 +46,11 @@ class AnswerParser:
         return self._calls is not None and self._calls.num_calls > 0
 
     @property
+    def has_reasoned(self) -> bool:
+        """There was reasoning, perhaps of nothing but space."""
+        return self._reasoning is not None and self._reasoning.is_begun
+
+    @property
     def is_reasoning(self) -> bool:
         """The reasoning may go on."""
         return self._reasoning is not None and not self._reasoning.is_done

@@ -40,19 +40,19 @@ class ReasoningParser:
 
     def __init__(self, fmt: ReasoningFormat, is_open: bool) -> None:
         self.is_done = False
+        self.is_begun = False  # the text is reasoning, or was
         self._format = fmt
         self._held = ""
         self._is_open = is_open
-        self._is_begun = False  # what leads to the reasoning was read
         self._drops_space = True
 
     def feed(self, text: str, is_final: bool = False) -> tuple[str, str]:
         """(reasoning, rest): what is certain with this text, and with `is_final` all of it."""
         self._held += text
         reasoning = ""
-        if not self._is_begun and not self.is_done:
+        if not self.is_begun and not self.is_done:
             self._begin(is_final)
-        if self._is_begun and not self.is_done:
+        if self.is_begun and not self.is_done:
             reasoning = self._reason(is_final)
         return reasoning, self._rest(is_final)
 
@@ -60,9 +60,9 @@ class ReasoningParser:
         mark, rest = self._format.begin, self._held.lstrip()
         if rest.startswith(mark):
             self._held = rest[len(mark) :]
-            self._is_begun = True
+            self.is_begun = True
         elif not mark.startswith(rest) or is_final:
-            self._is_begun = self._is_open
+            self.is_begun = self._is_open
             self.is_done = not self._is_open
             self._drops_space = self._is_open
 

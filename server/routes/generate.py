@@ -274,5 +274,7 @@ def usage_of(stream: RequestStream) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in stream.choices)
+        },
     }

@@ -15,7 +15,7 @@ from server.service import SERVICE
 async def tokenize(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     service.check_open()
-    wanted = parse_tokenize(await receive_object(request))
+    wanted = parse_tokenize(await receive_object(request), service.chat_rules)
     service.check_model(wanted.model)
     service.report_unknown(wanted.ignored)
     result = await service.client.tokenize(wanted.prompt, wanted.return_token_strs)

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.api.messages import ChatPrompt
-from engine.api.sampling import SamplingParams
+from engine.api.sampling import SamplingParams, StructuredOutput
+from server.answer.parser import AnswerFormat
 from server.errors import invalid_value, missing, unsupported
+from server.schema.chat_rules import ChatRules
 from server.schema.fields import (
     Table,
     boolean,
@@ -13,6 +17,7 @@ from server.schema.fields import (
     integer,
     integer_between,
     json_object,
+    list_of,
     only,
     refused_fields,
     string,
@@ -26,6 +31,17 @@ from server.schema.sampling import (
     check_stream_options,
     sampling_field,
 )
+from server.schema.tools import (
+    ForcedCall,
+    Tools,
+    call_format,
+    chosen_tools,
+    function_call,
+    functions,
+    no_parser,
+    tool_choice,
+    tools,
+)
 
 # Read by the template; /tokenize takes the same ones.
 TEMPLATE_FIELDS: Table = {
@@ -35,9 +51,13 @@ TEMPLATE_FIELDS: Table = {
     "add_special_tokens": boolean,
     "chat_template_kwargs": json_object,
     "reasoning_effort": string,
-    "chat_template": only(because="the server's own template is used"),
-    "documents": only([]),
-    **refused_fields(("tools", "functions", "function_call")),
+    "chat_template": string,
+    "documents": list_of(json_object),
+    "tools": tools,
+    "tool_choice": tool_choice,
+    "functions": functions,
+    "function_call": function_call,
+    "parallel_tool_calls": boolean,
 }
 
 CHAT_FIELDS: Table = {
@@ -46,9 +66,7 @@ CHAT_FIELDS: Table = {
     "max_completion_tokens": sampling_field(integer, "max_tokens"),
     "logprobs": boolean,
     "top_logprobs": integer_between(0, 20),
-    "echo": only(False),
-    "tool_choice": only("none", because="there are no tools in this request"),
-    "parallel_tool_calls": boolean,
+    "echo": boolean,
     "modalities": only(["text"], because="this model writes text only"),
     **refused_fields(("audio", "web_search_options", "best_of", "suffix")),
 }
@@ -59,6 +77,9 @@ class ChatRequest:
     model: str | None
     prompt: ChatPrompt
     params: SamplingParams
+    answer: AnswerFormat
+    structured_after_mark: StructuredOutput | None  # where the template opened the reasoning
+    echo_text: str  # stands before the answer
     stream: bool
     stream_options: StreamOptions
     top_logprobs: int | None  # None: no log-probabilities
@@ -68,18 +89,32 @@ class ChatRequest:
     ignored: list[str]
 
 
-def parse_chat(body: dict[str, Any], defaults: SamplingDefaults) -> ChatRequest:
+def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRules) -> ChatRequest:
     """Raises ApiError 400 for the first mistake in the body."""
     values, ignored = decode(body, CHAT_FIELDS)
-    prompt = build_chat_prompt(values)
+    found = chosen_tools(values)
+    prompt = build_chat_prompt(values, found, rules)
+    answer = answer_format(found, rules)
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens"))
     if max_tokens is None:
         max_tokens = defaults.max_new_tokens
     params = build_params(values, defaults, max_tokens=max_tokens, logprobs=wanted_logprobs(values))
+    forced = ForcedCall.of(found, rules)
+    if forced.structured is not None:
+        if params.structured is not None:
+            raise invalid_value(
+                "tool_choice",
+                "tool_choice forces a tool call, which no other structure of the answer can hold; "
+                "leave out response_format and structured_outputs",
+            )
+        params = msgspec.structs.replace(params, structured=forced.structured)
     return ChatRequest(
         model=values.get("model"),
         prompt=prompt,
         params=params,
+        answer=answer,
+        structured_after_mark=forced.after_mark,
+        echo_text=echo_text(prompt) if values.get("echo") else "",
         stream=values.get("stream", False),
         stream_options=check_stream_options(values),
         top_logprobs=params.logprobs,
@@ -90,7 +125,31 @@ def parse_chat(body: dict[str, Any], defaults: SamplingDefaults) -> ChatRequest:
     )
 
 
-def build_chat_prompt(values: dict[str, Any]) -> ChatPrompt:
+def answer_format(found: Tools | None, rules: ChatRules) -> AnswerFormat:
+    """Raises ApiError if nobody knows how this model writes calls."""
+    if found is None:
+        return AnswerFormat(reasoning=rules.reasoning)
+    calls = call_format(found, rules)
+    if calls is None:
+        raise no_parser()
+    return AnswerFormat(
+        calls=calls,
+        names=frozenset(found.names),
+        max_calls=None if found.parallel else 1,
+        reasoning=rules.reasoning,
+    )
+
+
+def echo_text(prompt: ChatPrompt) -> str:
+    """The text of an assistant message at the end, which the answer goes on with."""
+    last = prompt.messages[-1]
+    if last["role"] != "assistant":
+        return ""
+    content = last["content"] or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRules) -> ChatPrompt:
     """The prompt of decoded TEMPLATE_FIELDS."""
     messages = values.get("messages")
     if messages is None:
@@ -116,12 +175,23 @@ def build_chat_prompt(values: dict[str, Any]) -> ChatPrompt:
                 f"chat_template_kwargs.{reserved}",
                 f"chat_template_kwargs cannot set {reserved!r}",
             )
+    if "chat_template" in values and not rules.trusts_templates:
+        raise unsupported(
+            "chat_template",
+            "chat_template is not supported by this server: it runs templates of requests only "
+            "when started with --trust-request-chat-template",
+        )
+    calls = call_format(found, rules) if found else None
     return ChatPrompt(
         messages=messages,
         add_generation_prompt=add_generation,
         continue_final_message=continue_final,
         add_special_tokens=values.get("add_special_tokens", False),
         chat_template_kwargs=template_kwargs,
+        tools=found.listed if found else [],
+        documents=values.get("documents", []),
+        chat_template=values.get("chat_template", ""),
+        tool_instructions=calls.instructions(found.listed) if found and calls else "",
     )
 
 

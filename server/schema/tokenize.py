@@ -6,8 +6,10 @@ from typing import Any
 from engine.api.messages import Prompt, TextPrompt
 from server.errors import invalid_type, invalid_value, missing
 from server.schema.chat import TEMPLATE_FIELDS, build_chat_prompt
+from server.schema.chat_rules import ChatRules
 from server.schema.completions import TokenIds, token_ids
 from server.schema.fields import Table, boolean, decode, string
+from server.schema.tools import chosen_tools
 
 
 def token_list(value: Any, path: str) -> TokenIds:
@@ -40,7 +42,7 @@ class DetokenizeRequest:
     ignored: list[str]
 
 
-def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
+def parse_tokenize(body: dict[str, Any], rules: ChatRules) -> TokenizeRequest:
     values, ignored = decode(body, TOKENIZE_FIELDS)
     text, messages = values.get("prompt"), values.get("messages")
     if text is not None and messages is not None:
@@ -51,7 +53,7 @@ def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     if text is not None:
         prompt = TextPrompt(text=text, add_special_tokens=values.get("add_special_tokens", True))
     else:
-        prompt = build_chat_prompt(values)
+        prompt = build_chat_prompt(values, chosen_tools(values), rules)
     return TokenizeRequest(
         model=values.get("model"),
         prompt=prompt,
