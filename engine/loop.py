@@ -20,9 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api.messages import AbortRequests, AddRequest, Control, StepOutput, Submit
+from engine.api.messages import AbortRequests, AddRequest, Control, StepOutput, Submit, TokenPieces
+from engine.grammar_gate import GrammarGate
+from engine.memory import is_out_of_memory
 from engine.plan import StepPlan
 from engine.runner.runner import ModelRunner, StepHandle
+from engine.scheduler.admission import Rejection
 from engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class StepLoop:
         self.send = send
         self.overlap = overlap
         self.epoch = epoch
+        self.gate = GrammarGate(runner.constraints.grammars)
         self.in_flight: Launched | None = None
         self.steps = 0
         self.step_seconds = 0.0  # wall time with a step in flight
@@ -65,6 +69,7 @@ class StepLoop:
         self.loop_count = 0
         self.step_started = 0.0  # time.monotonic() of the running step; 0 between steps
         self.nan_events = 0  # steps with logits that are NaN or infinite
+        self.failed_steps = 0  # not launched for lack of memory
         self.on_control: Callable[[Control], None] | None = None  # offline nobody sends any
 
     def run(
@@ -77,15 +82,22 @@ class StepLoop:
             after_step()
 
     def has_work(self) -> bool:
-        return self.in_flight is not None or self.scheduler.has_work()
+        return self.in_flight is not None or self.scheduler.has_work() or bool(self.gate.held)
 
     def take(self, messages: list[Submit]) -> None:
         """Hand arrived messages to the scheduler."""
         for message in messages:
             if isinstance(message, AddRequest):
-                self.scheduler.add(message, time.monotonic_ns())
+                if message.params.structured is not None:
+                    self.gate.hold(message)
+                else:
+                    self.scheduler.add(message, time.monotonic_ns())
             elif isinstance(message, AbortRequests):
+                for request in self.gate.release(message.req_ids):
+                    self.scheduler.add(request, time.monotonic_ns())
                 self.scheduler.abort(message.req_ids, message.reason)
+            elif isinstance(message, TokenPieces):
+                self.runner.constraints.learn(message.pieces, message.special_ids)
             elif self.on_control is not None:
                 self.step_started = time.monotonic()  # it may take as long as a step
                 self.on_control(message)
@@ -93,14 +105,19 @@ class StepLoop:
     def step(self) -> None:
         """One pass: plan, launch, finish a step, send what it produced."""
         self.loop_count += 1
+        if self.gate.held:
+            self.start_compiled()
         plan = self.scheduler.schedule(time.monotonic_ns())
         launched = None
         if plan is not None:
             self.step_started = time.monotonic()
-            launched = Launched(plan, self.runner.launch(plan), self.step_started)
-        finished = self.in_flight if self.overlap else launched
-        if finished is not None:
-            self.commit(finished)
+            launched = self.launch(plan)
+        if self.overlap and self.in_flight is not None:
+            self.commit(self.in_flight)
+        if launched is not None:
+            self.runner.finish(launched.handle)  # if its sampling needed the tokens just committed
+            if not self.overlap:
+                self.commit(launched)
         if self.overlap:
             self.in_flight = launched
         if self.in_flight is None:
@@ -108,6 +125,33 @@ class StepLoop:
         output = self.scheduler.take_output(self.epoch, self.steps)
         if output is not None:
             self.send(output)
+
+    def start_compiled(self) -> None:
+        """Queue the requests whose grammar is ready. With nothing else to do, wait a moment for one."""
+        if self.in_flight is None and not self.scheduler.has_work():
+            self.gate.wait()
+        for request, error in self.gate.take_ready():
+            message = f"the grammar cannot be used: {error}"
+            rejection = Rejection("invalid_schema", message, 0, 0) if error else None
+            self.scheduler.add(request, time.monotonic_ns(), rejection)
+
+    def launch(self, plan: StepPlan) -> Launched | None:
+        """None if memory ran out: the requests of the plan then end with an error, and others go on."""
+        try:
+            return Launched(plan, self.runner.launch(plan), self.step_started)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error(
+                "out of memory in step %d, with %d requests and %d tokens; these requests fail. Restart "
+                "with a lower --gpu-memory-utilization or --max-num-batched-tokens if this happens "
+                "again: %s",
+                *(plan.step_id, plan.batch_size, plan.total_tokens, error),
+            )
+            self.failed_steps += 1
+        self.scheduler.fail(plan)
+        self.runner.release_unused_memory()  # outside the handler: the traceback holds tensors
+        return None
 
     def commit(self, launched: Launched) -> None:
         plan, result = launched.plan, launched.handle.wait()

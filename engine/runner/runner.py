@@ -26,8 +26,11 @@ class StepHandle:
     sample: SampleOutput | None
     done: torch.cuda.Event | None = None  # recorded after the copy to the host
     prompt: PromptOutput | None = None
+    held: "HeldStep | None" = None  # sampling waits for `finish`
+    advance: Callable[[StepResult], None] | None = None  # constraints of rows take in the tokens
 
     def wait(self) -> StepResult:
+        """Call it once."""
         if self.done is not None:
             self.done.synchronize()
         if self.sample is None:
@@ -36,7 +39,18 @@ class StepHandle:
             result = self.sample.result()
         if self.prompt is not None:
             result.prompt_logprobs = self.prompt.result()
+        if self.advance is not None:
+            self.advance(result)
         return result
+
+
+@dataclass(slots=True)
+class HeldStep:
+    """A step up to its logits."""
+
+    plan: StepPlan
+    logits: Tensor
+    prompt: PromptOutput | None
 
 
 class ModelRunner:
@@ -63,6 +77,7 @@ class ModelRunner:
         self.graphs = graphs
         self.host_blocks: HostBlocks | None = None  # with --swap-space
         self.specs = distinct(model.attention_specs)
+        self.constraints = RowConstraints(sampler.table.vocab_size, sampler.table.eos_token_ids)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -72,8 +87,10 @@ class ModelRunner:
             self.host_blocks.copy(plan)
         for row in plan.freed_rows:
             self.sampler.free(row)
+            self.constraints.free(row)
         for init in plan.new_rows:
             self.sampler.add(init)
+            self.constraints.add(init)
         self.table.apply(plan)
         prompt: PromptOutput | None = None
         if self.graphs is not None and self.graphs.can_run(plan):
@@ -154,6 +171,11 @@ class ModelRunner:
             seq_lens=seq_lens.tolist(),
             block_ids=block_ids,
         )
+
+    def release_unused_memory(self) -> None:
+        """Give back what torch keeps for later, after an allocation failed: it may be in useless pieces."""
+        if self.device_inputs is not None:
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def scrub(self) -> None:

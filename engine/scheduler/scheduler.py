@@ -28,7 +28,7 @@ import numpy as np
 
 from engine.api.messages import AbortReason, AddRequest, FinishReason, StepOutput
 from engine.kv.manager import KVCacheManager
-from engine.plan import RowInit, SpanLogprobs, StepPlan, StepResult
+from engine.plan import RowEnd, RowInit, SpanLogprobs, StepPlan, StepResult
 from engine.request import Request, RequestStatus, make_request
 from engine.scheduler.admission import (
     Admission,
@@ -97,7 +97,7 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------
 
-    def add(self, msg: AddRequest, now_ns: int) -> None:
+    def add(self, msg: AddRequest, now_ns: int, rejection: Rejection | None = None) -> None:
         """Queue a request. One that could never run ends at once, as `rejected`, with advice."""
         if msg.req_id in self._requests:
             logger.warning("request id is alive already, ignored: req_id=%d", msg.req_id)
@@ -108,7 +108,7 @@ class Scheduler:
         request = make_request(
             msg, self._num_added, config.max_model_len, config.block_size, self._eos_token_ids
         )
-        rejection = self._never_runs(request)
+        rejection = rejection or self._never_runs(request)
         if rejection is not None:
             self.log.note(msg.req_id, Reason.REJECTED, rejection.size, rejection.limit)
             self._output.rejected.append((msg.req_id, rejection.code, rejection.message))
@@ -137,7 +137,7 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
 
     def _finish(
-        self, request: Request, reason: FinishReason, stop_token: int | None = None
+        self, request: Request, reason: FinishReason, stop_id: int | None = None, apart: bool = False
     ) -> None:
         """The only way out: exactly once per request, from any state."""
         if request.status is RequestStatus.RUNNING:
@@ -149,7 +149,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self._requests[request.req_id]
         self._lengths.record(request, reason)
-        self._output.finish(request.req_id, reason, stop_token)
+        self._output.finish(request.req_id, reason, stop_id, apart)
         self.log.note(request.req_id, Reason.FINISHED, reason, request.num_output_tokens)
 
     def _leave_batch(self, request: Request) -> None:
@@ -381,7 +381,7 @@ class Scheduler:
         )
         tokens = result.token_ids.tolist()
         assert len(tokens) == len(launched.sampling), "one token per sampling row"
-        logprobs, is_bad, output = result.logprobs, result.is_bad, self._output
+        logprobs, is_bad, ends, output = result.logprobs, result.is_bad, result.ends, self._output
         for (request, first), span in zip(launched.scoring, result.prompt_logprobs, strict=True):
             self._commit_span(request, first, span)
         for index in launched.unwanted:
@@ -395,8 +395,12 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 continue  # a wasted row
             request.num_uncommitted -= 1
-            if is_bad is not None and is_bad[index]:
+            end = ends.get(index) if ends else None
+            if (is_bad is not None and is_bad[index]) or end is RowEnd.FAILED:
                 self._finish(request, FinishReason.ERROR)
+                continue
+            if end is RowEnd.STUCK:
+                self._finish(request, FinishReason.STOP, apart=True)
                 continue
             token = tokens[index]
             known = request.token_ids
@@ -412,9 +416,23 @@ class Scheduler:
             if token in request.stop_token_ids and self._may_stop(request):
                 is_eos = token in request.eos_token_ids
                 self._finish(request, FinishReason.STOP, None if is_eos else token)
+            elif end is RowEnd.COMPLETE:
+                self._finish(request, FinishReason.STOP, apart=True)
             elif num_known >= request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH)
         self.generation_tokens += num_added
+        if self.config.check_invariants:
+            self.check_invariants()
+
+    def fail(self, plan: StepPlan) -> None:
+        """The latest plan could not be launched: its requests end with an error, and what they hold is
+        not to be trusted. Others go on."""
+        launched = self._launched.pop()
+        assert launched.step_id == plan.step_id, "only the latest plan can fail to be launched"
+        for req_id in plan.req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._finish(request, FinishReason.ERROR)
         if self.config.check_invariants:
             self.check_invariants()
 
