@@ -6,6 +6,7 @@ result of plan n is known.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +116,14 @@ class SpanLogprobs:
     is_bad: bool = False  # logits held NaN: the numbers mean nothing
 
 
+class RowEnd(Enum):
+    """Why a row with constraints cannot go on."""
+
+    COMPLETE = 0  # nothing may follow the token
+    STUCK = 1  # nothing was allowed in the token's place: there is none
+    FAILED = 2  # the grammar gave up, e.g. because of its size: the token means nothing
+
+
 @dataclass(slots=True)
 class StepResult:
     """Values of one step, for the rows of the plan with `samples` set, in plan order."""
@@ -123,3 +132,4 @@ class StepResult:
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # index into token_ids -> entry
     is_bad: npt.NDArray[np.bool_] | None = None  # [num_sampled] the row's logits held NaN
     prompt_logprobs: list[SpanLogprobs] = field(default_factory=list)  # by plan.prompt_spans
+    ends: dict[int, RowEnd] = field(default_factory=dict)  # index into token_ids -> why it ends

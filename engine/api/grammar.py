@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from engine.api.sampling import StructuredOutput
 
 MOST_BYTES = 256 * 1024
-STACK_BYTES = 512 * 1024 * 1024  # of threads that compile: reserved, not used
+STACK_BYTES = 256 * 1024 * 1024  # of threads that compile: reserved, not used
 # Without it, white space between JSON tokens has no end, and a model may get lost in it.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 # By itself llguidance would replace text that is certain by tokens of its own choice.

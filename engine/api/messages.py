@@ -126,7 +126,14 @@ class AbortRequests(Message):
     reason: AbortReason = AbortReason.CLIENT
 
 
-Submit = AddRequest | AbortRequests | Control
+class TokenPieces(Message):
+    """What the tokens stand for. Comes before the first request with a grammar, once."""
+
+    pieces: list[bytes]  # by token id: the true bytes
+    special_ids: list[int]  # tokens that are no text
+
+
+Submit = AddRequest | AbortRequests | Control | TokenPieces
 
 
 # --- tokens: engine -> tokenizer_proc -----------------------------------------------------------------

@@ -1,8 +1,11 @@
 """Execute plans: forward pass, sampling, and the last token of each row for the next step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
 from engine.models.base import Model
 from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
+from engine.runner.constraints import RowConstraints
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.graphs import DecodeGraphs
@@ -20,13 +24,22 @@ from engine.runner.sampler import SampleOutput, Sampler
 
 
 @dataclass(slots=True)
+class HeldStep:
+    """A step up to its logits."""
+
+    plan: StepPlan
+    logits: Tensor
+    prompt: PromptOutput | None
+
+
+@dataclass(slots=True)
 class StepHandle:
     """A launched step. `wait` gives its values; on a CPU they are there already."""
 
     sample: SampleOutput | None
     done: torch.cuda.Event | None = None  # recorded after the copy to the host
     prompt: PromptOutput | None = None
-    held: "HeldStep | None" = None  # sampling waits for `finish`
+    held: HeldStep | None = None  # sampling waits for `finish`
     advance: Callable[[StepResult], None] | None = None  # constraints of rows take in the tokens
 
     def wait(self) -> StepResult:
@@ -42,15 +55,6 @@ class StepHandle:
         if self.advance is not None:
             self.advance(result)
         return result
-
-
-@dataclass(slots=True)
-class HeldStep:
-    """A step up to its logits."""
-
-    plan: StepPlan
-    logits: Tensor
-    prompt: PromptOutput | None
 
 
 class ModelRunner:
@@ -81,7 +85,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Run one step. Freed rows are given back first: a new request may take one in the same plan."""
+        """Run one step. Freed rows are given back first: a new request may take one in the same plan.
+
+        If a row's next token depends on its last one by constraints, `finish` has to do the rest.
+        """
         if plan.swap_out or plan.swap_in:
             assert self.host_blocks is not None, "a plan swaps blocks without memory for them"
             self.host_blocks.copy(plan)
@@ -97,7 +104,26 @@ class ModelRunner:
             logits: Tensor | None = self.graphs.run(plan)
         else:
             logits, prompt = self.forward(plan)
+        if logits is not None and self.constraints.among(sampling_rows(plan)):
+            return StepHandle(None, held=HeldStep(plan, logits, prompt))
         sample = None if logits is None else self.sample(plan, logits)
+        return self.to_host(sample, prompt)
+
+    @torch.inference_mode()
+    def finish(self, handle: StepHandle) -> None:
+        """Sample a step that was held, now that the tokens before its own are committed."""
+        held, handle.held = handle.held, None
+        if held is None:
+            return
+        rows = sampling_rows(held.plan)
+        constrained = self.constraints.among(rows)
+        masks = torch.from_numpy(self.constraints.masks(constrained, len(rows)))
+        done = self.to_host(self.sample(held.plan, held.logits, masks), held.prompt)
+        handle.sample, handle.done, handle.prompt = done.sample, done.done, done.prompt
+        handle.advance = partial(self.constraints.advance, constrained)
+
+    def to_host(self, sample: SampleOutput | None, prompt: PromptOutput | None) -> StepHandle:
+        """Results on their way to the host."""
         if not isinstance(self.sampler, DeviceSampler) or (sample is None and prompt is None):
             return StepHandle(sample, prompt=prompt)
         on_host = StepHandle(
@@ -128,14 +154,14 @@ class ModelRunner:
             hidden = hidden.index_select(0, inputs.logits_indices)
         return self.model.logits(hidden)[:num_sampled], prompt
 
-    def sample(self, plan: StepPlan, logits: Tensor) -> SampleOutput:
+    def sample(self, plan: StepPlan, logits: Tensor, masks: Tensor | None = None) -> SampleOutput:
         rows, positions = plan.rows, (plan.num_computed + plan.num_tokens).astype(np.int64)
         if not plan.is_decode:
             rows, positions = rows[plan.samples], positions[plan.samples]
         if isinstance(self.sampler, DeviceSampler):
             last_token = self.table.last_token
-            return self.sampler.sample(logits, rows, positions, last_token=last_token)
-        sample = self.sampler.sample(logits, rows, positions)
+            return self.sampler.sample(logits, rows, positions, masks, last_token)
+        sample = self.sampler.sample(logits, rows, positions, masks)
         index = torch.from_numpy(rows.astype(np.int64))
         self.table.last_token.index_copy_(0, index, sample.token_ids)
         return sample
@@ -185,6 +211,10 @@ class ModelRunner:
         blocks next.
         """
         self.attention.kv.scrub()
+
+
+def sampling_rows(plan: StepPlan) -> npt.NDArray[np.int32]:
+    return plan.rows if plan.is_decode else plan.rows[plan.samples]
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

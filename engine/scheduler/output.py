@@ -54,9 +54,14 @@ class OutputBuffer:
             )
         )
 
-    def finish(self, req_id: int, reason: FinishReason, stop_token: int | None) -> None:
-        """End a request; its entry is the last one if that is the token it ended with."""
-        if not self.req_ids or self.req_ids[-1] != req_id:
+    def finish(
+        self, req_id: int, reason: FinishReason, stop_token: int | None, apart: bool = False
+    ) -> None:
+        """End a request; its entry is the last one if that is the token it ended with.
+
+        `apart`: the last token is text, and what ended the request is no token.
+        """
+        if apart or not self.req_ids or self.req_ids[-1] != req_id:
             self.req_ids.append(req_id)
             self.counts.append(0)
         self.finished.append((len(self.req_ids) - 1, reason, stop_token))

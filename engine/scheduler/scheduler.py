@@ -137,7 +137,7 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
 
     def _finish(
-        self, request: Request, reason: FinishReason, stop_id: int | None = None, apart: bool = False
+        self, request: Request, reason: FinishReason, stop: int | None = None, apart: bool = False
     ) -> None:
         """The only way out: exactly once per request, from any state."""
         if request.status is RequestStatus.RUNNING:
@@ -149,7 +149,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self._requests[request.req_id]
         self._lengths.record(request, reason)
-        self._output.finish(request.req_id, reason, stop_id, apart)
+        self._output.finish(request.req_id, reason, stop, apart)
         self.log.note(request.req_id, Reason.FINISHED, reason, request.num_output_tokens)
 
     def _leave_batch(self, request: Request) -> None:
