@@ -68,7 +68,7 @@ def tls_context(config: ServerConfig) -> TlsContext | None:
 
 
 def refuse_password() -> str:
-    raise ssl.SSLError("the private key is encrypted; give one without a password")
+    raise OSError(0, "the private key is encrypted; give one without a password")
 
 
 def reason(error: OSError) -> str:

@@ -28,6 +28,7 @@ from server.health import EngineStatus
 from server.http_server import HttpServer, bind
 from server.metrics import Exporter, Metrics
 from server.service import Service
+from server.tls import TlsContext, tls_context
 from tests.server.fake_backend import FakeBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,7 @@ class Site:
     service: Service
     backend: FakeBackend
     session: aiohttp.ClientSession
+    tls: TlsContext | None = None
 
     async def post(self, path: str, body: Any = None, **more: Any) -> tuple[int, dict[str, Any]]:
         status, _, answer = await self.post_full(path, body, **more)
@@ -85,7 +87,8 @@ async def running_site(ready: bool = True, **settings: Any) -> AsyncIterator[Sit
         exporter = Exporter(metrics, status, names[0], config.max_queued_requests)
         service = Service(config, client, exporter, names)
         listeners = bind(config.host, config.port)
-        server = HttpServer(build_app(service), listeners)
+        tls = tls_context(config)
+        server = HttpServer(build_app(service), listeners, tls.context if tls else None)
         client.start()
         await server.start()
         backend = FakeBackend(run_dir)
@@ -93,10 +96,11 @@ async def running_site(ready: bool = True, **settings: Any) -> AsyncIterator[Sit
         if ready:
             backend.ready()
             await eventually(lambda: status.is_loaded)
-        url = f"http://127.0.0.1:{listeners[0].getsockname()[1]}"
+        scheme = "https" if tls else "http"
+        url = f"{scheme}://127.0.0.1:{listeners[0].getsockname()[1]}"
         try:
             async with aiohttp.ClientSession() as session:
-                yield Site(url, service, backend, session)
+                yield Site(url, service, backend, session, tls)
         finally:
             await server.stop(0.1)
             backend.stop()

@@ -20,6 +20,8 @@ from engine.api.messages import (
     Abort,
     Accepted,
     CallError,
+    Control,
+    ControlResult,
     Deltas,
     Detokenize,
     DetokenizeResult,
@@ -87,6 +89,8 @@ class FakeBackend(threading.Thread):
         self.call_error: tuple[int, str, str] | None = None  # status, code, message for calls
         self.tokenizes: list[Tokenize] = []
         self.hold_calls = False  # never answer Tokenize
+        self.controls: list[Control] = []
+        self.control_answer: tuple[bool, str] = (True, "done")
         self._due: list[tuple[float, int, Any]] = []  # (time, order, message)
         self._order = 0
         self._stop_requested = threading.Event()
@@ -178,6 +182,12 @@ class FakeBackend(threading.Thread):
             self._play(message, self.script(message))
         elif isinstance(message, Abort):
             self.aborted.update(message.req_ids)
+        elif isinstance(message, Control):
+            self.controls.append(message)
+            is_done, text = self.control_answer
+            self.send(
+                "state", ControlResult(call_id=message.call_id, is_done=is_done, message=text)
+            )
         elif self.call_error is not None:
             status, code, text = self.call_error
             self._later(
