@@ -105,5 +105,5 @@ def present_files(directory: Path) -> str:
     return ", ".join(names) or "no tokenizer files"
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception | str) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -42,7 +42,6 @@ class ChatPrompt(Message):
     tools: list[dict[str, Any]] = []
     documents: list[dict[str, Any]] = []
     chat_template: str = ""  # in place of the model's own, with which the server trusts the request
-    tool_instructions: str = ""  # for a system message, where the template does not present tools
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -12,6 +12,7 @@ class ChatRules:
     calls: CallFormat | None = None  # None: nobody knows how this model writes calls
     reasoning: ReasoningFormat | None = None  # None: reasoning is not split off
     trusts_templates: bool = False  # those that requests bring
+    template: str = ""  # the server's; "" if there is none
 
 
 def chat_rules(config: ServerConfig, template: str) -> ChatRules:
@@ -23,4 +24,5 @@ def chat_rules(config: ServerConfig, template: str) -> ChatRules:
         calls,
         REASONING_FORMATS.get(config.reasoning_parser),
         config.trust_request_chat_template,
+        template,
     )
