@@ -32,7 +32,6 @@ from engine.api.config import ConfigError, EngineConfig
 from engine.api.messages import (
     AbortReason,
     AbortRequests,
-    AddRequest,
     ChatPrompt,
     Deltas,
     FinishReason,
@@ -43,15 +42,16 @@ from engine.api.messages import (
     TokenLogprobText,
     TokenPrompt,
 )
-from engine.api.sampling import SamplingParams
+from engine.api.sampling import SamplingParams, StructuredOutput
 from engine.build import build_engine
 from engine.models.config import ModelConfig
 from engine.weights.gguf import convert_gguf
 from server.default_model import BarProgress, ensure_default_model
+from tokenizer_proc.constraints import Constraints
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.loading import check_fits_model, load_tokenizer
 from tokenizer_proc.output import OutputProcessor
-from tokenizer_proc.prepare import prepare
+from tokenizer_proc.prepare import PreparedRequest, prepare
 from tokenizer_proc.vocabulary import Vocabulary
 
 PromptInput = str | Sequence[int] | dict[str, Any]
@@ -81,6 +81,15 @@ class CompletionOutput:
 
 
 @dataclass
+class Logprob:
+    """One token in a place of the prompt."""
+
+    logprob: float
+    rank: int  # 1 = most likely
+    decoded_token: str
+
+
+@dataclass
 class RequestOutput:
     """A prompt with its completions, in the order of the prompts given."""
 
@@ -90,6 +99,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     finished: bool = False
+    # by prompt token, if asked for: its own and the best by id; None for the first, which has none
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class LLM:
@@ -121,7 +132,10 @@ class LLM:
         self.limits = self.engine.limits
         check_fits_model(self.tokenizer, self.limits.vocab_size)
         self.encoder = Encoder(self.tokenizer)
-        self.processor = OutputProcessor(Vocabulary(self.tokenizer))
+        vocabulary = Vocabulary(self.tokenizer, self.limits.vocab_size)
+        self.processor = OutputProcessor(vocabulary)
+        self.constraints = Constraints(vocabulary, self.limits)
+        self.engine_has_pieces = False
         self.ids = itertools.count(1)
         self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self.num_generated = 0
@@ -137,7 +151,8 @@ class LLM:
         """Free weights and KV cache. The object cannot be used afterwards."""
         self.live.clear()
         self.is_shut_down = True
-        del self.engine, self.processor
+        self.constraints.checker.close()
+        del self.engine, self.processor, self.constraints
         if self.converted is not None:
             self.converted.cleanup()
         gc.collect()
@@ -192,14 +207,15 @@ class LLM:
         params = params_for(prompts, sampling_params)
         outputs, requests = [], []
         for prompt, each in zip(prompts, params, strict=True):
-            output, adds = self._prepare(prompt, each)
+            output, prepared = self._prepare(prompt, each)
             outputs.append(output)
-            requests.append((output, adds))
-        for output, adds in requests:
-            for completion, request in zip(output.outputs, adds, strict=True):
-                self.live[request.req_id] = (output, completion)
-                self.processor.add(request)
-            self.engine.loop.take(list(adds))
+            requests.append((output, prepared))
+        for output, prepared in requests:
+            for req_id, completion in enumerate(output.outputs, prepared.requests[0].req_id):
+                self.live[req_id] = (output, completion)
+            for request in prepared.requests:
+                self.processor.add(request, prepared.copies, wants_token_ids=True)
+            self.engine.loop.take(list(prepared.requests))
         with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm) as bar:
             try:
                 self._drive(outputs, bar)
@@ -210,7 +226,7 @@ class LLM:
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[RequestOutput, list[AddRequest]]:
+    ) -> tuple[RequestOutput, PreparedRequest]:
         req_id = next(self.ids)
         for _ in range(params.n - 1):
             next(self.ids)
@@ -221,7 +237,11 @@ class LLM:
             arrival_ns=time.monotonic_ns(),
             want_prompt_text=True,
         )
-        prepared = prepare(self.encoder, generate, self.limits, self.config.seed)
+        seed = self.config.seed
+        prepared = prepare(self.encoder, generate, self.limits, seed, self.constraints)
+        if params.structured is not None and not self.engine_has_pieces:
+            self.engine.loop.take([self.constraints.pieces])
+            self.engine_has_pieces = True
         completions = [
             CompletionOutput(
                 index=i,
@@ -230,9 +250,10 @@ class LLM:
             )
             for i in range(params.n)
         ]
-        ids = np.frombuffer(prepared.requests[0].token_ids, np.int32).tolist()
+        ids = prepared.token_ids.tolist()
         output = RequestOutput(str(req_id), prepared.prompt_text, ids, completions)
-        return output, prepared.requests
+        output.prompt_logprobs = None if params.prompt_logprobs is None else []
+        return output, prepared
 
     def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
         started, generated = time.monotonic(), self.num_generated
@@ -256,40 +277,49 @@ class LLM:
                 self.engine.loop.step()
 
     def _receive(self, step: StepOutput) -> None:
-        """Output of one engine step: ids from the step itself, text from the processor."""
-        first = 0
-        for req_id, count in zip(step.req_ids, step.counts, strict=True):
-            if req_id in self.live:
-                self.live[req_id][1].token_ids += step.token_ids[first : first + count]
-                self.num_generated += count
-            first += count
+        """Output of one engine step."""
         deltas, abort_ids = self.processor.process(step)
         if abort_ids:
             self.engine.loop.take([AbortRequests(abort_ids, AbortReason.STOP_STRING)])
         self._apply(deltas)
         for error in self.processor.rejected(step):
-            output, completion = self.live.pop(error.req_id)
-            completion.finish_reason = "error"
-            completion.text = error.message
-            output.finished = all(c.finish_reason for c in output.outputs)
+            for req_id in range(error.req_id, error.req_id + error.n):
+                output, completion = self.live.pop(req_id)
+                completion.finish_reason = "error"
+                completion.text = error.message
+                output.finished = all(c.finish_reason for c in output.outputs)
 
     def _apply(self, deltas: Deltas) -> None:
         for req_id, cached, _ in deltas.started:
             output = self.live[req_id][0]
             output.num_cached_tokens = max(output.num_cached_tokens, cached)
+        for req_id, entries in deltas.prompt_logprobs:
+            prompt_logprobs = self.live[req_id][0].prompt_logprobs
+            assert prompt_logprobs is not None
+            prompt_logprobs += [by_token(entry) for entry in entries]
         for req_id, text in zip(deltas.req_ids, deltas.texts, strict=True):
             self.live[req_id][1].text += text
+        for row, ids in deltas.token_ids:
+            self.live[deltas.req_ids[row]][1].token_ids += np.frombuffer(ids, np.int32).tolist()
+        self.num_generated += sum(deltas.counts)
         for row, entries in deltas.logprobs:
             completion = self.live[deltas.req_ids[row]][1]
             assert completion.logprobs is not None
-            assert completion.cumulative_logprob is not None
             completion.logprobs += entries
-            completion.cumulative_logprob += sum(e.chosen.logprob for e in entries)
+        for row, logprob_sum in deltas.logprob_sums:
+            self.live[deltas.req_ids[row]][1].cumulative_logprob = logprob_sum
         for row, reason, stop_reason in deltas.finished:
             output, completion = self.live.pop(deltas.req_ids[row])
             completion.finish_reason = reason.name.lower()
             completion.stop_reason = stop_reason
             output.finished = all(c.finish_reason for c in output.outputs)
+
+
+def by_token(entry: TokenLogprobText) -> dict[int, Logprob] | None:
+    if entry.rank == 0:  # the first token of a prompt
+        return None
+    ranked = entry.ranked(len(entry.top))
+    return {e.token_id: Logprob(e.logprob, rank, e.token) for rank, e in ranked}
 
 
 @contextmanager
@@ -389,4 +419,12 @@ def params_for(
     return list(given)
 
 
-__all__ = ["LLM", "CompletionOutput", "FinishReason", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+]

@@ -72,6 +72,7 @@ class GenerateOptions(msgspec.Struct, frozen=True):
     shown_special: list[str] = []
     reasoning_mark: str = ""
     structured_after_mark: StructuredOutput | None = None
+    want_token_ids: bool = False
 
 
 class EngineClient:
@@ -149,7 +150,13 @@ class EngineClient:
     ) -> RequestStream:
         """Send one `Generate` for each prompt. The caller must `abort` the stream in a `finally`."""
         n = options.params.n
-        stream = RequestStream(len(prompts), arrival_ns, options.incremental, options.is_batch)
+        stream = RequestStream(
+            len(prompts),
+            arrival_ns,
+            options.incremental,
+            options.is_batch,
+            options.params.prompt_logprobs is not None,
+        )
         self.status.set_has_work(True)
         try:
             for prompt_index, prompt in enumerate(prompts):
@@ -170,6 +177,7 @@ class EngineClient:
                         shown_special=options.shown_special,
                         reasoning_mark=options.reasoning_mark,
                         structured_after_mark=options.structured_after_mark,
+                        want_token_ids=options.want_token_ids,
                     )
                 )
         except BaseException:  # what cannot be sent must not stay in the table
@@ -296,6 +304,14 @@ class EngineClient:
                 self.metrics.late_messages += 1
             elif not choice.started_ns:
                 self._on_started(choice, num_cached, queue_us, now)
+        for req_id, prompt_entries in deltas.prompt_logprobs:
+            choice = choices.get(req_id)
+            if choice is not None:
+                choice.stream.add_prompt_logprobs(choice.prompt_index, prompt_entries)
+        for index, ids in deltas.token_ids:
+            choice = choices.get(deltas.req_ids[index])
+            if choice is not None:
+                choice.token_ids += ids
         for req_id, text, count in zip(deltas.req_ids, deltas.texts, deltas.counts, strict=True):
             choice = choices.get(req_id)
             if choice is None:
@@ -309,6 +325,10 @@ class EngineClient:
             choice = choices.get(deltas.req_ids[index])
             if choice is not None:
                 choice.logprobs.extend(entries)
+        for index, logprob_sum in deltas.logprob_sums:
+            choice = choices.get(deltas.req_ids[index])
+            if choice is not None:
+                choice.logprob_sum = logprob_sum
         for index, reason, stop_reason in deltas.finished:
             choice = self._remove(deltas.req_ids[index])
             if choice is not None:
@@ -346,6 +366,7 @@ class EngineClient:
             accepted.num_prompt_tokens,
             accepted.prompt_text,
             accepted.prompt_end,
+            accepted.prompt_token_ids,
         )
 
     def _on_request_error(self, error: RequestError) -> None:

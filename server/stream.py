@@ -31,6 +31,7 @@ class Piece:
     finish_reason: str | None
     stop_reason: str | int | None
     parts: list[tuple[str, int]]  # the text as it arrived, each with the tokens generated until then
+    token_ids: bytes = b""  # int32: those generated since the last piece, if wanted
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +55,8 @@ class Choice:
     first_token_ns: int = 0
     last_token_ns: int = 0
     queue_us: int = 0  # waiting in the engine
+    token_ids: bytes = b""  # pending
+    logprob_sum: float = 0.0  # over all tokens, known at the end of one with log-probabilities
 
     def add_text(self, text: str) -> None:
         self.texts.append(text)
@@ -67,12 +70,19 @@ class Choice:
         if not text and self.finish_reason is None:
             return None
         parts = list(zip(self.texts, self.ends, strict=True))
-        piece = Piece(text, self.logprobs, self.finish_reason, self.stop_reason, parts)
+        piece = Piece(
+            text, self.logprobs, self.finish_reason, self.stop_reason, parts, self.token_ids
+        )
         self.stream.num_pending_chars -= len(text)
         self.texts = []
         self.ends = []
         self.logprobs = []
+        self.token_ids = b""
         return piece
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob_sum / max(1, self.num_tokens)
 
     @property
     def phase(self) -> str:
@@ -88,7 +98,12 @@ class RequestStream:
     """
 
     def __init__(
-        self, num_prompts: int, arrival_ns: int, incremental: bool, is_batch: bool = False
+        self,
+        num_prompts: int,
+        arrival_ns: int,
+        incremental: bool,
+        is_batch: bool = False,
+        wants_prompt_logprobs: bool = False,
     ) -> None:
         self.arrival_ns = arrival_ns
         self.choices: list[Choice] = []
@@ -97,6 +112,9 @@ class RequestStream:
         self.num_prompt_tokens = [0] * num_prompts
         self.num_cached_tokens = [0] * num_prompts
         self.prompt_texts: list[str] = [""] * num_prompts
+        self.prompt_token_ids: list[bytes] = [b""] * num_prompts  # int32, if wanted
+        self.wants_prompt_logprobs = wants_prompt_logprobs
+        self.prompt_logprobs: list[list[TokenLogprobText]] = [[] for _ in range(num_prompts)]
         self.prompt_ends: list[str] = [""] * num_prompts  # of chats
         self.error: ApiError | None = None
         self.num_pending_chars = 0
@@ -120,18 +138,41 @@ class RequestStream:
         self._num_unfinished += 1
         return choice
 
+    def add_prompt_logprobs(self, prompt_index: int, entries: list[TokenLogprobText]) -> None:
+        """The next tokens of a prompt; with its last one, its choices may be written."""
+        self.prompt_logprobs[prompt_index] += entries
+        if self._is_scored(prompt_index):
+            for choice in self.choices:
+                if choice.prompt_index == prompt_index and choice.started_ns:
+                    self.mark(choice)
+
+    def _is_scored(self, prompt_index: int) -> bool:
+        known = len(self.prompt_logprobs[prompt_index])
+        return known >= self.num_prompt_tokens[prompt_index] > 0
+
     def accept(
-        self, prompt_index: int, num_prompt_tokens: int, text: str | None, prompt_end: str = ""
+        self,
+        prompt_index: int,
+        num_prompt_tokens: int,
+        text: str | None,
+        prompt_end: str = "",
+        token_ids: bytes | None = None,
     ) -> None:
         self.num_prompt_tokens[prompt_index] = num_prompt_tokens
         self.prompt_texts[prompt_index] = text or ""
         self.prompt_ends[prompt_index] = prompt_end
+        self.prompt_token_ids[prompt_index] = token_ids or b""
         self._num_accepted += 1
         if self._marked:
             self._wake()
 
     def mark(self, choice: Choice) -> None:
-        """`choice` has something new (started, text, or its end)."""
+        """`choice` has something new (started, text, or its end).
+
+        A choice that begins with its prompt's log-probabilities waits until all have come.
+        """
+        if self.wants_prompt_logprobs and not self._is_scored(choice.prompt_index):
+            return
         if self._incremental:
             if not choice.is_marked:
                 choice.is_marked = True

@@ -1,20 +1,23 @@
 """POST /v1/chat/completions."""
 
 import time
+from array import array
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from engine.api.messages import LogprobEntry, TokenLogprobText
+from engine.api.messages import TokenLogprobText
 from server.answer.parser import AnswerFormat
 from server.answer.reader import AnswerReader, DeltaWriter
 from server.client import GenerateOptions
+from server.logprobs import chat_logprobs, prompt_logprobs
 from server.receive import receive_object
-from server.routes.generate import Envelope, Generation, respond, usage_of
+from server.routes.generate import Envelope, Generation, id_list, respond, usage_of
 from server.schema.chat import parse_chat
 from server.schema.fields import ignored_header
 from server.schema.limits import allowed_seconds, check_limits
+from server.schema.sampling import TokenDetails
 from server.service import NOTES, SERVICE
 from server.stream import Choice, Piece, RequestStream
 
@@ -23,7 +26,6 @@ REASONING_FIELDS = {
     "reasoning": ("reasoning",),
     "both": ("reasoning_content", "reasoning"),
 }
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -46,6 +48,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             shown_special=list(chat.answer.calls.special) if chat.answer.calls else [],
             reasoning_mark=chat.answer.reasoning.begin if chat.answer.reasoning else "",
             structured_after_mark=chat.structured_after_mark,
+            clamp_max_tokens=chat.clamp_max_tokens,
+            want_token_ids=chat.details.token_ids,
         ),
         stream_options=chat.stream_options,
         ignored_headers=ignored_header(chat.ignored),
@@ -53,7 +57,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     )
     fmt = ChatFormat(
         Envelope.make("chatcmpl", model, service),
-        chat.top_logprobs,
+        chat.details,
         chat.answer,
         REASONING_FIELDS[service.config.reasoning_field],
         chat.echo_text,
@@ -67,7 +71,7 @@ class ChatFormat:
     def __init__(
         self,
         envelope: Envelope,
-        top_logprobs: int | None,
+        details: TokenDetails,
         answer: AnswerFormat,
         reasoning_fields: tuple[str, ...],
         echo_text: str,
@@ -77,10 +81,15 @@ class ChatFormat:
         self._readers: dict[int, AnswerReader] = {}  # by choice index
         self._writer = DeltaWriter(answer.calls, reasoning_fields)
         self._echo_text = echo_text
-        self._top_logprobs = top_logprobs
+        self._details = details
+        self._token_ids: dict[int, bytes] = {}  # read, and not in a chunk yet; by choice index
+        self._has_told_prompt = False
         self._head = envelope.chunk_head("chat.completion.chunk")
 
     def opening(self, choice: Choice, usage: bytes) -> bytes:
+        if self._details.token_ids and not self._has_told_prompt:
+            self._has_told_prompt = True
+            usage += b',"prompt_token_ids":' + id_list(choice.stream.prompt_token_ids[0])
         deltas = [b'{"role":"assistant","content":""}']
         if self._echo_text:
             deltas.append(orjson.dumps({"content": self._echo_text}))
@@ -88,6 +97,8 @@ class ChatFormat:
 
     def delta(self, choice: Choice, piece: Piece, usage: bytes) -> bytes:
         """A chunk for each kind of thing in the piece; none if all of it is not certain yet."""
+        if self._details.token_ids:
+            self._token_ids[choice.index] = self._token_ids.get(choice.index, b"") + piece.token_ids
         if self._answer.is_plain:
             text = b'{"content":%b}' % orjson.dumps(piece.text) if piece.text else b"{}"
             logprobs = self._logprob_bytes(piece.logprobs)
@@ -121,20 +132,27 @@ class ChatFormat:
             assert piece is not None, "a finished choice always has a last piece"
             reader = self._reader(choice)
             message = self._writer.message(reader.read(piece), self._echo_text)
-            choices.append(
-                {
-                    "index": choice.index,
-                    "message": message,
-                    "logprobs": self._logprobs(piece.logprobs),
-                    "finish_reason": reader.finish_reason(piece.finish_reason),
-                    "stop_reason": piece.stop_reason,
-                }
-            )
-        return {
+            entry = {
+                "index": choice.index,
+                "message": message,
+                "logprobs": self._logprobs(piece.logprobs),
+                "finish_reason": reader.finish_reason(piece.finish_reason),
+                "stop_reason": piece.stop_reason,
+            }
+            if self._details.token_ids:
+                entry["token_ids"] = array("i", piece.token_ids).tolist()
+            choices.append(entry)
+        answer = {
             **self._envelope.fields("chat.completion"),
             "choices": choices,
             "usage": usage_of(stream),
         }
+        if self._details.num_prompt_top is not None:
+            entries = stream.prompt_logprobs[0]
+            answer["prompt_logprobs"] = prompt_logprobs(entries, self._details.num_prompt_top)
+        if self._details.token_ids:
+            answer["prompt_token_ids"] = array("i", stream.prompt_token_ids[0]).tolist()
+        return answer
 
     def _reader(self, choice: Choice) -> AnswerReader:
         reader = self._readers.get(choice.index)
@@ -150,6 +168,8 @@ class ChatFormat:
         logprobs: bytes = b"null",
         end: bytes = b"null",
     ) -> bytes:
+        if self._details.token_ids and choice.index in self._token_ids:
+            end += b',"token_ids":' + id_list(self._token_ids.pop(choice.index))
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
             self._head,
             choice.index,
@@ -160,24 +180,14 @@ class ChatFormat:
         )
 
     def _logprob_bytes(self, entries: list[TokenLogprobText]) -> bytes:
-        if self._top_logprobs is None or not entries:
+        if self._details.num_top is None or not entries:
             return b"null"
         return orjson.dumps(self._logprobs(entries))
 
     def _logprobs(self, entries: list[TokenLogprobText]) -> dict[str, Any] | None:
-        if self._top_logprobs is None:
+        if self._details.num_top is None:
             return None
-        k = self._top_logprobs
-        return {
-            "content": [
-                {
-                    **logprob_entry(entry.chosen),
-                    "top_logprobs": [logprob_entry(top) for top in entry.top[:k]],
-                }
-                for entry in entries
-            ],
-            "refusal": None,
-        }
+        return chat_logprobs(entries, self._details.num_top, self._details.names_are_ids)
 
 
 def end_bytes(piece: Piece, reason: str | None) -> bytes:
@@ -185,16 +195,3 @@ def end_bytes(piece: Piece, reason: str | None) -> bytes:
     if reason is None:
         return b"null"
     return b'%b,"stop_reason":%b' % (orjson.dumps(reason), orjson.dumps(piece.stop_reason))
-
-
-def logprob_entry(entry: LogprobEntry) -> dict[str, Any]:
-    return {
-        "token": entry.token,
-        "logprob": finite_logprob(entry.logprob),
-        "bytes": list(entry.bytes),
-    }
-
-
-def finite_logprob(logprob: float) -> float:
-    """Never -inf nor NaN: neither can be written as JSON."""
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

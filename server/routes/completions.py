@@ -1,7 +1,7 @@
 """POST /v1/completions."""
 
-import codecs
 import time
+from array import array
 from typing import Any
 
 import orjson
@@ -9,12 +9,13 @@ from aiohttp import web
 
 from engine.api.messages import TokenLogprobText
 from server.client import GenerateOptions
+from server.logprobs import CompletionLogprobs, prompt_logprobs
 from server.receive import receive_object
-from server.routes.chat import finite_logprob
-from server.routes.generate import Envelope, Generation, respond, usage_of
+from server.routes.generate import Envelope, Generation, id_list, respond, usage_of
 from server.schema.completions import parse_completion
 from server.schema.fields import ignored_header
 from server.schema.limits import allowed_seconds, check_limits
+from server.schema.sampling import TokenDetails
 from server.service import NOTES, SERVICE
 from server.stream import Choice, Piece, RequestStream
 
@@ -36,6 +37,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
             priority=completion.priority,
             cache_salt=completion.cache_salt,
             want_prompt_text=completion.echo,
+            clamp_max_tokens=completion.clamp_max_tokens,
+            want_token_ids=completion.details.token_ids,
             is_batch=completion.is_batch,
             incremental=completion.stream,
         ),
@@ -45,8 +48,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
     fmt = CompletionFormat(
         Envelope.make("cmpl", model, service),
+        n=completion.n,
         echo=completion.echo,
-        with_logprobs=completion.params.logprobs is not None,
+        details=completion.details,
     )
     return await respond(request, generation, fmt, arrival_ns)
 
@@ -54,19 +58,23 @@ async def completions(request: web.Request) -> web.StreamResponse:
 class CompletionFormat:
     """Chunks and the whole response have the same object name and the same kind of choice."""
 
-    def __init__(self, envelope: Envelope, echo: bool, with_logprobs: bool) -> None:
+    def __init__(self, envelope: Envelope, n: int, echo: bool, details: TokenDetails) -> None:
         self._envelope = envelope
+        self._n = n
         self._echo = echo
-        self._with_logprobs = with_logprobs
-        self._offsets: dict[int, TextOffsets] = {}  # by choice index
+        self._details = details
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice index
+        self._told: set[int] = set()  # choices whose prompt's ids are in a chunk
         self._head = envelope.chunk_head("text_completion")
 
     def opening(self, choice: Choice, usage: bytes) -> bytes:
         """The echoed prompt; there is no role chunk."""
         if not self._echo:
             return b""
-        text = choice.stream.prompt_texts[choice.prompt_index]
-        return self._chunk(choice.index, orjson.dumps(text), b"null", b"null", usage)
+        stream, prompt = choice.stream, choice.prompt_index
+        logprobs = orjson.dumps(self._lists(choice, stream.prompt_logprobs[prompt]))
+        text = orjson.dumps(stream.prompt_texts[prompt])
+        return self._chunk(choice, text, logprobs, b"null" + self._ids(choice, b""), usage)
 
     def delta(self, choice: Choice, piece: Piece, usage: bytes) -> bytes:
         end = b"null"
@@ -75,79 +83,90 @@ class CompletionFormat:
                 orjson.dumps(piece.finish_reason),
                 orjson.dumps(piece.stop_reason),
             )
-        logprobs = b"null"
-        if self._with_logprobs:
-            logprobs = orjson.dumps(self._logprobs(choice, piece.logprobs))
-        return self._chunk(choice.index, orjson.dumps(piece.text), logprobs, end, usage)
+        logprobs = orjson.dumps(self._lists(choice, piece.logprobs))
+        end += self._ids(choice, piece.token_ids)
+        return self._chunk(choice, orjson.dumps(piece.text), logprobs, end, usage)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b'%b],"usage":%b}\n\n' % (self._head, orjson.dumps(usage))
 
     def whole(self, stream: RequestStream) -> dict[str, Any]:
-        choices = []
-        for choice in stream.choices:
-            piece = choice.take()
-            assert piece is not None, "a finished choice always has a last piece"
-            prompt_text = stream.prompt_texts[choice.prompt_index] if self._echo else ""
-            choices.append(
-                {
-                    "index": choice.index,
-                    "text": prompt_text + piece.text,
-                    "logprobs": self._logprobs(choice, piece.logprobs),
-                    "finish_reason": piece.finish_reason,
-                    "stop_reason": piece.stop_reason,
-                }
-            )
+        choices = [
+            self._whole_choice(index, choice) for index, choice in enumerate(best(stream, self._n))
+        ]
         return {
             **self._envelope.fields("text_completion"),
             "choices": choices,
             "usage": usage_of(stream),
         }
 
-    def _chunk(self, index: int, text: bytes, logprobs: bytes, end: bytes, usage: bytes) -> bytes:
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        stream, prompt = choice.stream, choice.prompt_index
+        piece = choice.take()
+        assert piece is not None, "a finished choice always has a last piece"
+        text, entries = piece.text, piece.logprobs
+        if self._echo:
+            text = stream.prompt_texts[prompt] + text
+            entries = stream.prompt_logprobs[prompt] + entries
+        result: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": self._lists(choice, entries),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        num_prompt_top = self._details.num_prompt_top
+        if num_prompt_top is not None:
+            known = stream.prompt_logprobs[prompt]
+            result["prompt_logprobs"] = prompt_logprobs(known, num_prompt_top)
+        if self._details.token_ids:
+            result["token_ids"] = array("i", piece.token_ids).tolist()
+            result["prompt_token_ids"] = array("i", stream.prompt_token_ids[prompt]).tolist()
+        return result
+
+    def _chunk(
+        self, choice: Choice, text: bytes, logprobs: bytes, end: bytes, usage: bytes
+    ) -> bytes:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
             self._head,
-            index,
+            choice.index,
             text,
             logprobs,
             end,
             usage,
         )
 
-    def _logprobs(self, choice: Choice, entries: list[TokenLogprobText]) -> dict[str, Any] | None:
-        """Four lists of equal length."""
-        if not self._with_logprobs:
+    def _ids(self, choice: Choice, token_ids: bytes) -> bytes:
+        """The members of a chunk for `return_token_ids`; the prompt's are in a choice's first."""
+        if not self._details.token_ids:
+            return b""
+        ids = b',"token_ids":' + id_list(token_ids)
+        if choice.index not in self._told:
+            self._told.add(choice.index)
+            prompt_ids = choice.stream.prompt_token_ids[choice.prompt_index]
+            ids += b',"prompt_token_ids":' + id_list(prompt_ids)
+        return ids
+
+    def _lists(self, choice: Choice, entries: list[TokenLogprobText]) -> dict[str, Any] | None:
+        num_top = self._details.num_top
+        if num_top is None:
             return None
-        offsets = self._offsets.setdefault(choice.index, TextOffsets())
-        return {
-            "tokens": [entry.chosen.token for entry in entries],
-            "token_logprobs": [finite_logprob(entry.chosen.logprob) for entry in entries],
-            "top_logprobs": [top_by_text(entry) for entry in entries],
-            "text_offset": [offsets.next(entry.chosen.bytes) for entry in entries],
-        }
+        state = self._logprobs.get(choice.index)
+        if state is None:
+            state = CompletionLogprobs(num_top, self._details.names_are_ids)
+            self._logprobs[choice.index] = state
+        return state.lists(entries)
 
 
-class TextOffsets:
-    """Where each token begins in the text, in characters, counted from the tokens' true bytes.
-
-    A token that only completes a character begins where that character does.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def next(self, token_bytes: bytes) -> int:
-        begin = self._offset
-        self._offset += len(self._decoder.decode(token_bytes))
-        return begin
-
-
-def top_by_text(entry: TokenLogprobText) -> dict[str, float]:
-    """The k best and the sampled token; of two ids with the same text, the likelier one counts."""
-    top: dict[str, float] = {}
-    for candidate in (*entry.top, entry.chosen):
-        logprob = finite_logprob(candidate.logprob)
-        if logprob > top.get(candidate.token, -float("inf")):
-            top[candidate.token] = logprob
-    return top
+def best(stream: RequestStream, n: int) -> list[Choice]:
+    """n choices of each prompt: all in order, or of more candidates those likeliest by token."""
+    choices = stream.choices
+    num_candidates = len(choices) // stream.num_prompts
+    if num_candidates == n:
+        return choices
+    chosen: list[Choice] = []
+    for first in range(0, len(choices), num_candidates):
+        candidates = choices[first : first + num_candidates]
+        candidates.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+        chosen += candidates[:n]
+    return chosen

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 import uuid
+from array import array
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -250,6 +251,11 @@ async def end_with_error(
     except ConnectionError:
         pass
     return response
+
+
+def id_list(token_ids: bytes) -> bytes:
+    """int32 as JSON."""
+    return orjson.dumps(array("i", token_ids).tolist())
 
 
 def usage_field(stream: RequestStream, choice: Choice, options: StreamOptions) -> bytes:

@@ -7,6 +7,7 @@ import msgspec
 
 from engine.api.messages import ChatPrompt
 from engine.api.sampling import SamplingParams, StructuredOutput
+from server.answer.call_format import JSON
 from server.answer.parser import AnswerFormat
 from server.errors import invalid_value, missing, unsupported
 from server.schema.chat_rules import ChatRules
@@ -27,10 +28,13 @@ from server.schema.sampling import (
     COMMON_FIELDS,
     SamplingDefaults,
     StreamOptions,
+    TokenDetails,
     build_params,
     check_stream_options,
     sampling_field,
+    token_details,
 )
+from server.schema.tool_text import as_text, with_tools_as_text
 from server.schema.tools import (
     ForcedCall,
     Tools,
@@ -82,7 +86,8 @@ class ChatRequest:
     echo_text: str  # stands before the answer
     stream: bool
     stream_options: StreamOptions
-    top_logprobs: int | None  # None: no log-probabilities
+    details: TokenDetails
+    clamp_max_tokens: bool  # it is a default
     priority: int
     cache_salt: str
     request_id: str
@@ -96,8 +101,12 @@ def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRule
     prompt = build_chat_prompt(values, found, rules)
     answer = answer_format(found, rules)
     max_tokens = values.get("max_completion_tokens", values.get("max_tokens"))
-    if max_tokens is None:
+    is_default = max_tokens is None
+    if is_default:
         max_tokens = defaults.max_new_tokens
+    elif max_tokens == 0:
+        name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+        raise invalid_value(name, f"{name} must be at least 1, got 0")
     params = build_params(values, defaults, max_tokens=max_tokens, logprobs=wanted_logprobs(values))
     forced = ForcedCall.of(found, rules)
     if forced.structured is not None:
@@ -117,7 +126,8 @@ def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRule
         echo_text=echo_text(prompt) if values.get("echo") else "",
         stream=values.get("stream", False),
         stream_options=check_stream_options(values),
-        top_logprobs=params.logprobs,
+        details=token_details(values, params.logprobs),
+        clamp_max_tokens=is_default,
         priority=values.get("priority", 0),
         cache_salt=values.get("cache_salt", ""),
         request_id=values.get("request_id", ""),
@@ -145,8 +155,7 @@ def echo_text(prompt: ChatPrompt) -> str:
     last = prompt.messages[-1]
     if last["role"] != "assistant":
         return ""
-    content = last["content"] or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return as_text(last["content"])
 
 
 def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRules) -> ChatPrompt:
@@ -181,17 +190,24 @@ def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRu
             "chat_template is not supported by this server: it runs templates of requests only "
             "when started with --trust-request-chat-template",
         )
-    calls = call_format(found, rules) if found else None
+    template = values.get("chat_template") or rules.template
+    if values.get("documents") and "documents" not in template:
+        raise unsupported(
+            "documents",
+            "documents cannot be shown to this model: its chat template has no place "
+            "for them; put them into a message",
+        )
+    listed = found.listed if found else []
+    calls = (call_format(found, rules) if found else rules.calls) or JSON
     return ChatPrompt(
-        messages=messages,
+        messages=with_tools_as_text(messages, listed, calls, template),
         add_generation_prompt=add_generation,
         continue_final_message=continue_final,
         add_special_tokens=values.get("add_special_tokens", False),
         chat_template_kwargs=template_kwargs,
-        tools=found.listed if found else [],
+        tools=listed,
         documents=values.get("documents", []),
         chat_template=values.get("chat_template", ""),
-        tool_instructions=calls.instructions(found.listed) if found and calls else "",
     )
 
 

@@ -4,21 +4,34 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engine.api.messages import Prompt, TextPrompt, TokenPrompt
 from engine.api.sampling import SamplingParams
-from server.errors import ApiError, invalid_type, invalid_value, missing, unsupported
-from server.schema.fields import Table, boolean, decode, integer, only, refused_fields
+from server.errors import ApiError, invalid_type, invalid_value, missing
+from server.schema.fields import (
+    Table,
+    boolean,
+    decode,
+    integer,
+    integer_between,
+    only,
+    refused_fields,
+)
 from server.schema.sampling import (
     COMMON_FIELDS,
     INT32_MAX,
     SamplingDefaults,
     StreamOptions,
+    TokenDetails,
     build_params,
     check_stream_options,
+    token_details,
 )
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
 if TYPE_CHECKING:
@@ -87,7 +100,7 @@ COMPLETION_FIELDS: Table = {
     "logprobs": logprobs,
     "add_special_tokens": boolean,
     "suffix": only("", because="this model has no fill-in-the-middle tokens"),
-    "best_of": integer,
+    "best_of": integer_between(1, MAX_CHOICES),
     **refused_fields(("prompt_embeds",)),
 }
 
@@ -97,7 +110,10 @@ class CompletionRequest:
     model: str | None
     prompts: list[Prompt]
     is_batch: bool  # written as a list of prompts, even if of one
-    params: SamplingParams
+    params: SamplingParams  # n counts all candidates of best_of
+    n: int  # choices to return of each prompt
+    clamp_max_tokens: bool  # it is a default
+    details: TokenDetails
     stream: bool
     stream_options: StreamOptions
     echo: bool
@@ -112,23 +128,32 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
     values, ignored = decode(body, COMPLETION_FIELDS)
     if "prompt" not in values:
         raise missing("prompt")
-    wanted = values.get("logprobs")
+    details = token_details(values, values.get("logprobs"))
+    echo = values.get("echo", False)
     params = build_params(
         values,
         defaults,
         max_tokens=values.get("max_tokens", DEFAULT_MAX_TOKENS),
-        logprobs=wanted,
+        logprobs=details.num_top,
+        prompt_logprobs=wanted_of_prompt(details, echo),
     )
-    echo = values.get("echo", False)
-    if echo and wanted is not None:
-        raise unsupported("logprobs", "logprobs together with echo is not supported by this server")
-    check_best_of(values.get("best_of"), params.n)
+    if params.max_tokens == 0 and not echo:
+        raise invalid_value(
+            "max_tokens",
+            "max_tokens must be at least 1, got 0; only with echo, to get the prompt alone, it may "
+            "be 0",
+        )
+    n = params.n
+    params = with_candidates(params, values)
     add_special_tokens = values.get("add_special_tokens", True)
     return CompletionRequest(
         model=values.get("model"),
         prompts=[as_prompt(entry, add_special_tokens) for entry in values["prompt"]],
         is_batch=isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str | list),
         params=params,
+        n=n,
+        clamp_max_tokens="max_tokens" not in values,
+        details=details,
         stream=values.get("stream", False),
         stream_options=check_stream_options(values),
         echo=echo,
@@ -145,9 +170,29 @@ def as_prompt(entry: str | TokenIds, add_special_tokens: bool) -> Prompt:
     return TokenPrompt(token_ids=entry.tobytes())
 
 
-def check_best_of(best_of: int | None, n: int) -> None:
+def wanted_of_prompt(details: TokenDetails, echo: bool) -> int | None:
+    """How many of the best the engine reports for each prompt token; None: it need not look."""
+    asked = [details.num_prompt_top, details.num_top if echo else None]
+    return max((k for k in asked if k is not None), default=None)
+
+
+def with_candidates(params: SamplingParams, values: dict[str, Any]) -> SamplingParams:
+    """`best_of` candidates instead of n, with the log-probabilities by which to choose.
+
+    Candidates that cannot differ are not made. Raises ApiError 400.
+    """
+    best_of, n = values.get("best_of"), params.n
     if best_of is None or best_of == n:
-        return
+        return params
     if best_of < n:
         raise invalid_value("best_of", f"best_of must be at least n = {n}, got {best_of}")
-    raise unsupported("best_of", f"best_of above n is not supported by this server (n = {n})")
+    if values.get("stream"):
+        raise invalid_value(
+            "best_of",
+            f"best_of above n = {n} cannot be streamed, as the best are known at the end; leave "
+            "out stream or best_of",
+        )
+    if params.is_deterministic:
+        return params
+    logprobs = 0 if params.logprobs is None else params.logprobs
+    return msgspec.structs.replace(params, n=best_of, logprobs=logprobs)

@@ -51,6 +51,16 @@ class StreamOptions:
     continuous_usage_stats: bool = False
 
 
+@dataclass(frozen=True)
+class TokenDetails:
+    """What a response tells of tokens beside their text."""
+
+    num_top: int | None = None  # log-probabilities of the generated and the k best; None: off
+    num_prompt_top: int | None = None  # the same of the prompt's
+    token_ids: bool = False
+    names_are_ids: bool = False  # tokens are written as `token_id:N`
+
+
 def sampling_field(kind: Validator, name: str = "") -> Validator:
     """A field of SamplingParams: its type by `kind`, its range by SamplingParams itself."""
 
@@ -121,6 +131,8 @@ SAMPLING_FIELDS: Table = {
     "include_stop_str_in_output": boolean,
     "logit_bias": sampling_field(logit_bias),
     "skip_special_tokens": boolean,
+    "prompt_logprobs": sampling_field(integer),
+    "truncate_prompt_tokens": sampling_field(integer),
 }
 
 NO_EFFECT_FIELDS = [
@@ -146,22 +158,20 @@ COMMON_FIELDS: Table = {
     "priority": integer_between(-INT32_MAX - 1, INT32_MAX),
     "cache_salt": string_of_length(1, 256),
     "request_id": string_of_length(0, 128),
+    "return_token_ids": boolean,
+    "return_tokens_as_token_ids": boolean,
+    "spaces_between_special_tokens": boolean,  # decoders of fast tokenizers put none
     **dict.fromkeys(NO_EFFECT_FIELDS, no_effect),
     # Features that other servers have and this one does not (yet): refused, never ignored.
-    "spaces_between_special_tokens": only(True),
     "use_beam_search": only(False),
     "early_stopping": only(False),
     "length_penalty": only(1, 1.0, because="it belongs to beam search"),
     "logits_processors": only([], because="code in a request is never run"),
-    "return_token_ids": only(False),
-    "return_tokens_as_token_ids": only(False),
     "bad_words": only([]),
     "response_format": response_format,
     **refused_fields(
         [
             "allowed_token_ids",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
             "structured_outputs",
             "guided_json",
             "guided_regex",
@@ -183,6 +193,23 @@ def build_params(
         return SamplingParams(**{**defaults.values, **chosen, **fixed})
     except ParamError as error:
         raise ApiError(400, "invalid_value", str(error), error.param) from None
+
+
+def token_details(values: dict[str, Any], num_top: int | None) -> TokenDetails:
+    """Raises ApiError for what a stream has no place for."""
+    num_prompt_top = values.get("prompt_logprobs")
+    if num_prompt_top is not None and values.get("stream"):
+        raise invalid_value(
+            "prompt_logprobs",
+            "prompt_logprobs cannot be streamed; leave out stream, or for completions use echo "
+            "with logprobs",
+        )
+    return TokenDetails(
+        num_top=num_top,
+        num_prompt_top=num_prompt_top,
+        token_ids=values.get("return_token_ids", False),
+        names_are_ids=values.get("return_tokens_as_token_ids", False),
+    )
 
 
 def check_stream_options(values: dict[str, Any]) -> StreamOptions:

@@ -181,3 +181,59 @@ def test_conversations_are_checked(llm, messages):
 def test_prompts_of_fractions_are_refused(llm):
     with pytest.raises(ValueError, match="whole numbers"):
         llm.generate([3.5], use_tqdm=False)
+
+
+def test_prompt_logprobs_are_given_per_prompt_token(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
+    out = llm.generate("One two three", params, use_tqdm=False)[0]
+    first, *others = out.prompt_logprobs
+    assert first is None
+    assert len(others) == len(out.prompt_token_ids) - 1
+    for found, token_id in zip(others, out.prompt_token_ids[1:], strict=True):
+        assert len(found) == (2 if found[token_id].rank <= 2 else 3)
+        ranks = sorted((entry.rank, -entry.logprob) for entry in found.values())
+        assert [rank for rank, _ in ranks[:2]] == [1, 2]
+        assert ranks == sorted(ranks, key=lambda pair: pair[1])
+        assert found[token_id].decoded_token == llm.tokenizer.decode([token_id])
+    assert llm.generate("One two three", GREEDY, use_tqdm=False)[0].prompt_logprobs is None
+
+
+def test_prompts_are_scored_without_generating(llm):
+    """Log-likelihood of a text: the score of its tokens does not depend on what follows them."""
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    short = llm.generate("The capital of", score, use_tqdm=False)[0]
+    long = llm.generate("The capital of France is Paris", score, use_tqdm=False)[0]
+    assert (short.outputs[0].text, short.outputs[0].token_ids) == ("", [])
+    assert short.outputs[0].finish_reason == "length"
+    values = [
+        [place[token].logprob for place, token in zip(o.prompt_logprobs[1:], ids, strict=True)]
+        for o, ids in ((short, short.prompt_token_ids[1:]), (long, long.prompt_token_ids[1:]))
+    ]
+    assert values[1][: len(values[0])] == pytest.approx(values[0], abs=1e-4)
+    assert all(value < 0 for value in values[1])
+
+
+def test_equal_choices_are_computed_once(llm):
+    params = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True, logprobs=1)
+    before = llm.engine.loop.scheduler.generation_tokens
+    out = llm.generate("Once upon", params, use_tqdm=False)[0]
+    assert llm.engine.loop.scheduler.generation_tokens == before + 9
+    assert [c.index for c in out.outputs] == [0, 1, 2]
+    assert {(c.text, tuple(c.token_ids), c.finish_reason) for c in out.outputs} == {
+        (out.outputs[0].text, tuple(out.outputs[0].token_ids), "length")
+    }
+    assert len({c.cumulative_logprob for c in out.outputs}) == 1
+    assert [len(c.logprobs) for c in out.outputs] == [9, 9, 9]
+
+
+def test_long_prompts_are_truncated_if_asked(llm):
+    ids = list(range(3, 303))
+    params = SamplingParams(temperature=0.0, max_tokens=4, truncate_prompt_tokens=20)
+    out, whole = llm.generate([ids, ids[-20:]], params, use_tqdm=False)
+    assert out.prompt_token_ids == whole.prompt_token_ids == ids[-20:]
+    assert out.outputs[0].token_ids == whole.outputs[0].token_ids
+    params = SamplingParams(temperature=0.0, max_tokens=4, truncate_prompt_tokens=-1)
+    out = llm.generate([ids], params, use_tqdm=False)[0]
+    assert len(out.prompt_token_ids) == 256 - 4
+    with pytest.raises(PromptError, match="maximum context length is 256"):
+        llm.generate([ids], GREEDY, use_tqdm=False)

@@ -259,4 +259,6 @@ def logprob(token: str, value: float, top: list[tuple[str, float]]) -> TokenLogp
     def entry(text: str, lp: float) -> LogprobEntry:
         return LogprobEntry(token_id=1, token=text, logprob=lp, bytes=text.encode())
 
-    return TokenLogprobText(chosen=entry(token, value), top=[entry(t, lp) for t, lp in top])
+    return TokenLogprobText(
+        chosen=entry(token, value), top=[entry(t, lp) for t, lp in top], rank=1, text=token
+    )
