@@ -29,11 +29,10 @@ class DeepCheck:
         return await asyncio.shield(self._running)
 
     async def _check(self) -> Verdict:
-        status = self._client.status
-        plain = status.health()
+        plain = self._client.status.health()
         if not plain.is_ok:
             return plain
-        began = time.monotonic()
+        num_tokens = self._num_generated
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         options = GenerateOptions(params=params, priority=FIRST)
         stream = self._client.generate(
@@ -43,7 +42,7 @@ class DeepCheck:
             async with asyncio.timeout(self._limit_s):
                 await stream.wait_finished()
         except TimeoutError:
-            if not stream.has_started and status.progress_at > began:
+            if not stream.has_started and self._num_generated > num_tokens:
                 return Verdict("ok", "no seat was free, but others' tokens flow")
             reason = f"one token was not generated within {self._limit_s:g} s"
             return Verdict("stalled", reason, time.time() - self._limit_s)
@@ -52,3 +51,8 @@ class DeepCheck:
         finally:
             self._client.abort(stream)
         return Verdict("ok")
+
+    @property
+    def _num_generated(self) -> int:
+        stats = self._client.status.stats
+        return stats.generation_tokens if stats else 0
