@@ -37,12 +37,18 @@ def text_stream(
     vocabulary: Vocabulary,
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] | npt.NDArray[np.int32] = (),
+    shown_special: Sequence[str] = (),
 ) -> TextStream:
-    """The right stream for a vocabulary, continuing after `prompt_ids` (none: at the text's start)."""
+    """The right stream for a vocabulary, continuing after `prompt_ids` (none: at the text's start).
+
+    `shown_special`: special tokens that are shown all the same; a vocabulary whose own decoder is used
+    shows all of them, if it has one of these.
+    """
     if vocabulary.kind is VocabularyKind.OTHER:
         recent = [int(token_id) for token_id in prompt_ids[-CONTEXT_TOKENS:]]
-        return WindowStream(vocabulary.backend, skip_special_tokens, recent)
-    table = vocabulary.table(skip_special_tokens)
+        skips_all = skip_special_tokens and not vocabulary.special_among(shown_special)
+        return WindowStream(vocabulary.backend, skips_all, recent)
+    table = vocabulary.table(skip_special_tokens, shown_special)
     if vocabulary.kind is VocabularyKind.BYTE_LEVEL:
         return ByteStream(table, "replace")
     at_start = not any(table.pieces[i] for i in prompt_ids)

@@ -2,7 +2,7 @@
 
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,13 +61,16 @@ class OutputProcessor:
         copies: int = 1,
         wants_token_ids: bool = False,
         prompt_texts: list[str] | None = None,
+        shown_special: Sequence[str] = (),
     ) -> None:
         """Expect the output of `request`. Call it before the engine can answer.
 
         `prompt_texts`: what each prompt token adds to the text, to come with its log-probability.
+        `shown_special`: special tokens that are a part of the text in any case.
         """
         prompt_ids = np.frombuffer(request.token_ids, dtype="<i4")
-        stream = text_stream(self.vocabulary, request.params.skip_special_tokens, prompt_ids)
+        skip = request.params.skip_special_tokens
+        stream = text_stream(self.vocabulary, skip, prompt_ids, shown_special)
         live = Live(CompletionText(request.params, stream), copies, wants_token_ids)
         if request.params.prompt_logprobs is not None:
             live.prompt = PromptTokens(self.vocabulary, prompt_ids, prompt_texts)

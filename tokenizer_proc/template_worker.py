@@ -84,7 +84,9 @@ def render(template: str, variables: dict[str, Any]) -> list[Any]:
         return ["error", "it takes too much memory"]
     except RecursionError:
         return ["error", "it is nested too deeply"]
-    except Exception as error:  # its code is data of the model or of a request: it can raise anything
+    except (
+        Exception
+    ) as error:  # its code is data of the model or of a request: it can raise anything
         return ["error", str(error) or type(error).__name__]
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -62,6 +63,7 @@ class Vocabulary:
         self.kind = kind_of(decoders)
         self.everything = self._table()
         self.without_special = blank(self.everything, self.special_ids)
+        self._partly_shown: dict[frozenset[int], PieceTable] = {}  # by the special tokens shown
         if self.kind is not VocabularyKind.OTHER and not self._agrees_with_backend():
             logger.warning(
                 "tokenizer looks like %s but decodes otherwise; using its own decoder, which is "
@@ -77,6 +79,7 @@ class Vocabulary:
         """Cover ids up to `size` - 1."""
         missing = max(0, size - len(self.names))
         self.names.extend([None] * missing)
+        self._partly_shown.clear()
         for table in (self.everything, self.without_special):
             table.pieces.extend([b""] * missing)
             table.texts.extend([""] * missing)
@@ -84,8 +87,24 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.names)
 
-    def table(self, skip_special_tokens: bool) -> PieceTable:
-        return self.without_special if skip_special_tokens else self.everything
+    def table(self, skip_special_tokens: bool, shown_special: Sequence[str] = ()) -> PieceTable:
+        """`shown_special`: names of special tokens that are not skipped."""
+        if not skip_special_tokens:
+            return self.everything
+        shown = self.special_among(shown_special)
+        if not shown:
+            return self.without_special
+        table = self._partly_shown.get(shown)
+        if table is None:
+            table = blank(self.everything, self.special_ids - shown)
+            self._partly_shown[shown] = table
+        return table
+
+    def special_among(self, names: Sequence[str]) -> frozenset[int]:
+        """Ids of the special tokens with these names."""
+        if not names:
+            return frozenset()
+        return frozenset(i for i in self.special_ids if self.names[i] in names)
 
     def name(self, token_id: int) -> str:
         """The vocabulary's own spelling; "" for an id without a token."""

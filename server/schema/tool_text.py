@@ -27,7 +27,9 @@ def with_tools_as_text(
     if not READS_CALLS.search(template):
         messages = [with_calls_as_text(message, fmt) for message in messages]
     if not READS_TOOL_ROLE.search(template):
-        messages = [as_user(message) if message["role"] == "tool" else message for message in messages]
+        messages = [
+            as_user(message) if message["role"] == "tool" else message for message in messages
+        ]
     if tools and not READS_TOOLS.search(template):
         messages = with_system_text(messages, fmt.instructions(tools))
     return messages

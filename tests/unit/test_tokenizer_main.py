@@ -297,7 +297,7 @@ def test_a_prompt_that_cannot_be_served_gets_one_error(served):
     error = net.reply(RequestError)
     assert (error.req_id, error.n, error.status) == (1, 2, 400)
     assert (error.code, error.param) == ("context_length_exceeded", "prompt")
-    chat = ChatPrompt(messages=[{"role": "user"}], chat_template_kwargs={"padding": 1})
+    chat = ChatPrompt(messages=[{"role": "user"}], chat_template_kwargs={"tools": 1})
     net.to_tokenizer(generate(5, prompt=chat))
     assert net.reply(RequestError).code == "invalid_value"
     net.assert_silent()
