@@ -2,9 +2,10 @@
 //
 //   g++ -DSLUICE_EMULATE -include cuda_emu.h kernel.cpp
 //
-// Thread blocks run one after another. Within a block every CUDA thread is a fiber (ucontext): it runs
-// until it meets a barrier, a warp shuffle or its end, then the next one runs. So each run takes the same
-// order, and data races do not show; what shows is wrong arithmetic, wrong indices and wrong geometry.
+// Thread blocks run one after another, or with -DCLUSTER=n n at a time, as their cluster waits for each
+// other. Within a block every CUDA thread is a fiber (ucontext): it runs until it meets a barrier, a warp
+// shuffle or its end, then the next one runs. So each run takes the same order, and data races do not show;
+// what shows is wrong arithmetic, wrong indices and wrong geometry.
 //
 //   fiber of thread 0    ──run──┐ __syncthreads            ┌──run── ...
 //   fiber of thread 1           └──run──┐ __syncthreads    │
@@ -12,7 +13,7 @@
 //
 // A barrier or shuffle that some thread never reaches stops the program with a message. Static shared
 // memory keeps its contents from block to block, dynamic shared memory is filled with NaN before each.
-// Tensor cores, asynchronous copies and blocks that wait for each other are not there.
+// Tensor cores, asynchronous copies and other blocks that wait for each other are not there.
 #pragma once
 #include <ucontext.h>
 
@@ -71,28 +72,46 @@ struct Meeting {
   uint64_t values[2][32] = {};  // a shuffle's, of the last round and this one
 };
 
+struct Block;
+
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
+  Block* home;
   dim3 thread;
   unsigned linear = 0;
   bool done = false;
 };
 
-inline dim3 grid, block, block_index;
-inline std::vector<Fiber> fibers;
+struct Block {
+  dim3 index;
+  std::vector<Fiber> fibers;
+  Meeting all;
+  std::vector<std::map<unsigned, Meeting>> warps;  // by mask
+  std::vector<uint64_t> dynamic_memory;
+  unsigned alive = 0;
+
+  char* memory() { return (char*)(((uintptr_t)dynamic_memory.data() + 1023) / 1024 * 1024); }
+};
+
+#ifdef CLUSTER
+constexpr unsigned CLUSTER_BLOCKS = CLUSTER;
+#else
+constexpr unsigned CLUSTER_BLOCKS = 1;
+#endif
+
+inline dim3 grid, block;
+inline Block cluster[8];  // those that run; all emulated kernels of a process have this array in common
+inline Meeting whole_cluster;
 inline Fiber* current = nullptr;
 inline ucontext_t scheduler;
-inline Meeting whole_block;
-inline std::vector<std::map<unsigned, Meeting>> warps;  // by mask
-inline std::vector<uint64_t> dynamic_memory;
-inline unsigned alive = 0;
 inline uint64_t progress = 0;  // changes when anything but waiting happened
 inline void (*body)() = nullptr;
 
 [[noreturn]] inline void fail(const char* what) {
-  std::fprintf(stderr, "emulated kernel, block (%u, %u, %u), thread %u: %s\n", block_index.x,
-               block_index.y, block_index.z, current ? current->linear : 0, what);
+  const dim3 index = current ? current->home->index : dim3{0, 0, 0};
+  std::fprintf(stderr, "emulated kernel, block (%u, %u, %u), thread %u: %s\n", index.x, index.y, index.z,
+               current ? current->linear : 0, what);
   std::abort();
 }
 
@@ -119,6 +138,7 @@ inline unsigned lane() { return current->linear % 32; }
 
 inline unsigned live_lanes(unsigned mask) {
   unsigned count = 0;
+  const std::vector<Fiber>& fibers = current->home->fibers;
   const unsigned first = current->linear - lane();
   for (unsigned i = 0; i < 32; i++) {
     if ((mask >> i & 1) && first + i < fibers.size() && !fibers[first + i].done) count++;
@@ -128,7 +148,7 @@ inline unsigned live_lanes(unsigned mask) {
 
 inline Meeting& meeting_of(unsigned mask) {
   if (!(mask >> lane() & 1)) fail("a lane calls a warp function with a mask that leaves it out");
-  return warps[current->linear / 32][mask];
+  return current->home->warps[current->linear / 32][mask];
 }
 
 inline void sync_warp(unsigned mask) {
@@ -149,32 +169,42 @@ inline T exchange(unsigned mask, T value, unsigned source) {
 }
 
 inline int sync_threads(int vote) {
-  Meeting& m = whole_block;
+  Meeting& m = current->home->all;
   const uint64_t round = m.round;
   if (m.arrived == 0) m.votes[(round + 1) % 3] = 0;
   m.votes[round % 3] += vote != 0;
-  meet(m, [] { return alive; });
+  meet(m, [] { return current->home->alive; });
   return m.votes[round % 3];
+}
+
+inline void sync_cluster() {
+  meet(whole_cluster, [] {
+    unsigned alive = 0;
+    for (unsigned i = 0; i < CLUSTER_BLOCKS; i++) alive += cluster[i].alive;
+    return alive;
+  });
 }
 
 inline void enter() {
   body();
   current->done = true;
-  alive--;
+  current->home->alive--;
   progress++;
   swapcontext(&current->context, &scheduler);
 }
 
-inline void run_block(size_t smem_bytes) {
+inline void start_block(Block& b, dim3 index, size_t smem_bytes) {
   const unsigned count = block.x * block.y * block.z;
-  if (fibers.size() != count) fibers = std::vector<Fiber>(count);
-  whole_block = Meeting();
-  warps.assign((count + 31) / 32, {});
-  dynamic_memory.assign((smem_bytes + 1024) / 8 + 1, ~uint64_t(0));
-  alive = count;
+  if (b.fibers.size() != count) b.fibers = std::vector<Fiber>(count);
+  b.index = index;
+  b.all = Meeting();
+  b.warps.assign((count + 31) / 32, {});
+  b.dynamic_memory.assign((smem_bytes + 1024) / 8 + 1, ~uint64_t(0));
+  b.alive = count;
   for (unsigned i = 0; i < count; i++) {
-    Fiber& f = fibers[i];
+    Fiber& f = b.fibers[i];
     f.stack.resize(STACK_BYTES);
+    f.home = &b;
     f.linear = i;
     f.thread = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
     f.done = false;
@@ -184,20 +214,36 @@ inline void run_block(size_t smem_bytes) {
     f.context.uc_link = nullptr;
     makecontext(&f.context, enter, 0);
   }
-  while (alive > 0) {
+}
+
+// A cluster's blocks, from `first` on along x.
+inline void run_cluster(dim3 first, size_t smem_bytes) {
+  whole_cluster = Meeting();
+  for (unsigned i = 0; i < CLUSTER_BLOCKS; i++) start_block(cluster[i], {first.x + i, first.y, first.z}, smem_bytes);
+  auto is_running = [] {
+    for (unsigned i = 0; i < CLUSTER_BLOCKS; i++)
+      if (cluster[i].alive > 0) return true;
+    return false;
+  };
+  while (is_running()) {
     const uint64_t before = progress;
-    for (Fiber& f : fibers) {
-      if (f.done) continue;
-      current = &f;
-      swapcontext(&scheduler, &f.context);
-    }
+    for (unsigned i = 0; i < CLUSTER_BLOCKS; i++)
+      for (Fiber& f : cluster[i].fibers) {
+        if (f.done) continue;
+        current = &f;
+        swapcontext(&scheduler, &f.context);
+      }
     if (progress == before) fail("threads wait at barriers or shuffles that others never reach");
   }
 }
 
-inline void* dynamic_shared() {
-  const uintptr_t p = (uintptr_t)dynamic_memory.data();
-  return (void*)((p + 1023) / 1024 * 1024);
+inline void* dynamic_shared() { return current->home->memory(); }
+
+// What lies in block `rank` of the cluster where `p` points to in this block's dynamic shared memory.
+inline void* in_block_of_cluster(const void* p, int rank) {
+  if (rank < 0 || rank >= (int)CLUSTER_BLOCKS) fail("the cluster has no such block");
+  if (cluster[rank].alive == 0) fail("a block ended while another one still read its memory");
+  return cluster[rank].memory() + ((const char*)p - current->home->memory());
 }
 
 // Run `kernel` over a grid. args[i] points to the i-th argument's value.
@@ -209,6 +255,8 @@ void launch(void (*kernel)(A...), const unsigned* shape, size_t smem_bytes, void
   static void** values;
   target = kernel;
   values = args;
+  current = nullptr;
+  if (grid.x % CLUSTER_BLOCKS != 0) fail("the grid is not a multiple of the cluster");
   body = [] {
     [&]<size_t... I>(std::index_sequence<I...>) {
       target(*(std::remove_const_t<std::remove_reference_t<A>>*)values[I]...);
@@ -216,16 +264,13 @@ void launch(void (*kernel)(A...), const unsigned* shape, size_t smem_bytes, void
   };
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x++) {
-        block_index = {x, y, z};
-        run_block(smem_bytes);
-      }
+      for (unsigned x = 0; x < grid.x; x += CLUSTER_BLOCKS) run_cluster({x, y, z}, smem_bytes);
 }
 
 }  // namespace emu
 
 #define threadIdx (emu::current->thread)
-#define blockIdx (emu::block_index)
+#define blockIdx (emu::current->home->index)
 #define blockDim (emu::block)
 #define gridDim (emu::grid)
 constexpr int warpSize = 32;
@@ -270,6 +315,7 @@ inline T reduce(unsigned mask, T x, F f) {
   Meeting& m = meeting_of(mask);
   uint64_t* values = m.values[m.round % 2];
   std::memcpy(&values[lane()], &x, sizeof(T));
+  const std::vector<Fiber>& fibers = current->home->fibers;
   const unsigned first = current->linear - lane();
   unsigned taking_part = 0;  // as of the arrival; lanes may end once they have been let go
   for (unsigned i = 0; i < 32; i++) {

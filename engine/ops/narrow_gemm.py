@@ -1,0 +1,336 @@
+"""y = x W^T for 9 to 128 rows, near the rate at which W can be read.
+
+Contract
+    x        [M, K] bfloat16 or float16, 1 <= M <= 128, K a multiple of 8, last dimension contiguous, rows at
+             multiples of 16 bytes; not changed
+    w        [N, K] of x's dtype, contiguous, N even, at a multiple of 16 bytes
+    bias     [N] of x's dtype, contiguous, at a multiple of 4 bytes, or None
+    returns  out [M, N] of x's dtype, a fresh tensor unless given (then: last dimension contiguous, rows at
+             multiples of 4 bytes):
+
+                 y = x W^T + bias       sums in float32, rounded once at the end
+
+A row of the result depends on its own row of x alone, and the same call gives the same bits every time.
+How sums are grouped depends on the plan, that is on N, K, the device, and M rounded up to 16, 32, 64 or 128.
+
+The kernel is described in cuda/narrow_gemm.cu, `make_plan` chooses how it cuts up a product. It runs on all
+devices and is made for Hopper, whose blocks can add their sums without a way through global memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.ops import jit
+from engine.ops.skinny_gemm import device_limits, is_aligned
+
+# Where `linear` takes this kernel and not torch's library, on Hopper. To be set by what
+# `scripts/bench_kernels.py --only narrow_gemm` measures.
+CHOSEN_ROWS = range(9, 65)
+CHOSEN_BYTES = 64 << 20  # of W: the library reads large matrices well, those of attention badly
+
+MAX_ROWS = 128
+THREADS = 256
+MAX_STAGES = 8
+MIN_STAGES = 3  # fewer leave the memory idle
+CLUSTERS = (1, 2, 4, 8)
+MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
+
+# Of one SM of an H200, in bytes and multiply-adds a microsecond: what estimates are made of. Only their
+# ratios matter for the choice, and those are alike on other devices.
+MEMORY_RATE = 32e3
+L2_RATE = 45e3  # what comes from memory counts, too
+PRODUCT_RATE = 2.0e6
+EXCHANGE_RATE = 40e3  # reads of other blocks' sums
+LATENCY_US = 1.0  # of a load while all SMs load
+CLUSTER_US = 0.8  # for the blocks of a cluster to wait for each other and start to read
+
+
+@dataclass(frozen=True)
+class Device:
+    num_sms: int
+    smem_limit: int  # bytes of a block
+    has_clusters: bool
+
+    def clusters_of(self, blocks: int) -> int:
+        """How many clusters of so many blocks run at a time, a block on each SM. The SMs of a cluster are
+        of one processing cluster, of which Hopper's have 16 or 18 (a test asks the driver)."""
+        return self.num_sms // blocks if blocks <= 2 else self.num_sms // 16 * 16 // blocks
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a block's warps cover a tile of W's rows and a chunk of its columns: macros of the kernel."""
+
+    row_tiles: int  # 16 rows each, of a warp
+    warps_n: int  # over the tile's rows
+    warps_k: int  # over the chunk's columns
+    chunk: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles * self.warps_n
+
+
+TILINGS = (  # by height
+    Tiling(1, 1, 8, 128),
+    Tiling(2, 1, 8, 128),
+    Tiling(2, 2, 4, 64),
+    Tiling(3, 2, 4, 64),
+    Tiling(2, 4, 2, 64),
+    Tiling(3, 4, 2, 64),
+    Tiling(2, 8, 1, 64),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one product is cut up."""
+
+    tiling: Tiling
+    column_tiles: int  # 8 rows of x each
+    cluster: int  # blocks that share a tile
+    grid: int  # blocks
+    tile_rows: int  # of W; even, at most the tiling's
+    block_chunks: int  # of the block that has most, in all its tiles
+    stages: int = 0
+    smem_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.tile_rows}/{self.tiling.rows} rows x {self.cluster} blocks, {self.stages} stages"
+
+
+def narrow_gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """See the module's contract. Raises ValueError for what the kernel cannot do on a CUDA device."""
+    if not x.is_cuda:
+        return reference(x, w, bias, out)
+    check(x, w, bias, out)
+    if out is None:
+        out = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
+    launch(x, w, bias, out, prepare(column_tiles_for(x.shape[0]), *w.shape, x.device.index))
+    return out
+
+
+def reference(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The definition in float32, rounded once."""
+    y = F.linear(x.float(), w.float(), bias.float() if bias is not None else None)
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def launch(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, plan: Plan) -> None:
+    """The product by a given plan, for tensors within the contract."""
+    load(plan, x.dtype)(
+        (plan.grid,),
+        (THREADS,),
+        (
+            out.data_ptr(),
+            x.data_ptr(),
+            w.data_ptr(),
+            bias.data_ptr() if bias is not None else 0,
+            np.int32(x.shape[0]),
+            np.int32(w.shape[0]),
+            np.int32(w.shape[1]),
+            np.int32(x.stride(0)),
+            np.int32(out.stride(0)),
+            np.int32(plan.tile_rows),
+        ),
+    )
+
+
+def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel can multiply [m, k] by [n, k] transposed."""
+    fits = 1 <= m <= MAX_ROWS and n >= 2 and n % 2 == 0 and k >= 8 and k % 8 == 0
+    return fits and dtype in (torch.bfloat16, torch.float16)
+
+
+def is_chosen(x: Tensor, weight: Tensor) -> bool:
+    """Whether this kernel is the fastest for x [M, K], W [N, K] on their CUDA device."""
+    m, (n, k) = x.shape[0], weight.shape
+    return (
+        pays(m, n, k, device_of(x.device.index))
+        and supports(m, n, k, x.dtype)
+        and weight.is_contiguous()
+        and is_aligned(x)
+        and is_aligned(weight)
+    )
+
+
+def pays(m: int, n: int, k: int, device: Device) -> bool:
+    return device.has_clusters and m in CHOSEN_ROWS and 2 * n * k <= CHOSEN_BYTES
+
+
+def check(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> None:
+    """Raises ValueError with a remedy for tensors outside the contract."""
+    (m, k), n = x.shape, w.shape[0]
+    if not supports(m, n, k, x.dtype):
+        raise ValueError(
+            f"narrow_gemm: x is {tuple(x.shape)} {x.dtype}, w has {n} rows; it takes 1 to {MAX_ROWS} rows "
+            "of a multiple of 8 bfloat16 or float16 numbers, and an even number of rows of w. Use torch's "
+            "linear for others"
+        )
+    if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
+        raise ValueError(
+            f"narrow_gemm: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a "
+            f"contiguous [N, {k}] of {x.dtype}"
+        )
+    if not (is_aligned(x) and is_aligned(w)):
+        raise ValueError("narrow_gemm: rows of x and w must start at multiples of 16 bytes")
+    if bias is not None and not (
+        bias.shape == (n,)
+        and bias.dtype == x.dtype
+        and bias.is_contiguous()
+        and bias.data_ptr() % 4 == 0
+    ):
+        raise ValueError(
+            f"narrow_gemm: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous [{n}] of "
+            f"{x.dtype}, at a multiple of 4 bytes"
+        )
+    if out is not None and not (
+        out.shape == (m, n)
+        and out.dtype == x.dtype
+        and out.stride(1) == 1
+        and out.stride(0) % 2 == 0
+        and out.data_ptr() % 4 == 0
+    ):
+        raise ValueError(
+            f"narrow_gemm: out is {tuple(out.shape)} {out.dtype}, strides {out.stride()}; it must be a "
+            f"[{m}, {n}] of {x.dtype} with contiguous rows at multiples of 4 bytes"
+        )
+
+
+def column_tiles_for(m: int) -> int:
+    """2, 4, 8 or 16 tiles of 8 rows of x."""
+    return 2 if m <= 16 else 4 if m <= 32 else 8 if m <= 64 else 16
+
+
+@cache
+def prepare(column_tiles: int, n: int, k: int, device: int | None) -> Plan:
+    """The plan of a product on a device. Raises ValueError where its shared memory is too small."""
+    plan = make_plan(column_tiles, n, k, device_of(device))
+    if plan is None:
+        raise ValueError(
+            f"narrow_gemm: a product of {8 * column_tiles} rows does not fit into this device's shared "
+            "memory; split the rows, or use torch's linear"
+        )
+    return plan
+
+
+@cache
+def load(plan: Plan, dtype: torch.dtype) -> jit.Kernel:
+    spec = variant(plan, dtype)
+    return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
+
+
+@cache
+def device_of(index: int | None = None) -> Device:
+    """A CUDA device (default: the current one); an H200 where there is none."""
+    is_hopper = not torch.cuda.is_available() or jit.device_arch(index) == "sm_90a"
+    return Device(*device_limits(index), has_clusters=is_hopper)
+
+
+def make_plan(column_tiles: int, n: int, k: int, device: Device) -> Plan | None:
+    """The plan with the shortest estimate; None if nothing fits into shared memory."""
+    plans = candidates(column_tiles, n, k, device)
+    return min(plans, key=lambda plan: estimate(plan, n, k, device), default=None)
+
+
+def candidates(column_tiles: int, n: int, k: int, device: Device) -> list[Plan]:
+    """For each size of cluster the tiles of each height that give all clusters as many."""
+    plans = [with_stages(plan, device) for plan in unstaged_plans(column_tiles, n, k, device)]
+    return [plan for plan in plans if plan is not None]
+
+
+def unstaged_plans(column_tiles: int, n: int, k: int, device: Device) -> Iterator[Plan]:
+    tilings = [t for t in TILINGS if t.row_tiles * column_tiles <= MAX_FRAGMENTS]
+    for cluster in CLUSTERS if device.has_clusters else (1,):
+        num_clusters = device.clusters_of(cluster)
+        if num_clusters == 0:
+            continue
+        numbers = {-(-n // (num_clusters * t.rows)) for t in tilings}  # of tiles, for each cluster
+        for tiles in sorted(numbers):
+            tile_rows = -(-n // (num_clusters * tiles))
+            tile_rows += tile_rows % 2
+            tiling = next(t for t in tilings if t.rows >= tile_rows)
+            num_tiles, num_chunks = -(-n // tile_rows), -(-k // tiling.chunk)
+            if num_chunks < cluster:  # a block would have nothing to do
+                continue
+            grid = cluster * min(num_tiles, num_clusters)
+            block_chunks = -(-num_tiles * cluster // grid) * -(-num_chunks // cluster)
+            yield Plan(tiling, column_tiles, cluster, grid, tile_rows, block_chunks)
+
+
+def with_stages(plan: Plan, device: Device) -> Plan | None:
+    """As many stages as fit, or as a block with few chunks can use; None if too few fit.
+
+    Less shared memory lets the next kernel's blocks fetch their first weights while this one ends.
+    """
+    tiling, columns = plan.tiling, 8 * plan.column_tiles
+    stage = 2 * tiling.chunk * (tiling.rows + columns)
+    exchange = 4 * tiling.rows * columns * max(1, tiling.warps_k - 1)
+    wanted = MAX_STAGES if plan.block_chunks >= MAX_STAGES else max(4, plan.block_chunks)
+    stages = min(wanted, (device.smem_limit - exchange) // stage)
+    if stages < MIN_STAGES:
+        return None
+    return replace(plan, stages=stages, smem_bytes=stages * stage + exchange)
+
+
+def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
+    """Microseconds from the first load to the last store, but for a constant."""
+    tiling, columns = plan.tiling, 8 * plan.column_tiles
+    chunk_bytes = 2 * tiling.chunk * (plan.tile_rows + columns)
+    rate = min(L2_RATE, (plan.stages - 1) * chunk_bytes / LATENCY_US)
+    time = max(
+        2 * n * k / (device.num_sms * MEMORY_RATE),
+        plan.block_chunks * chunk_bytes / rate,
+        plan.block_chunks * tiling.chunk * tiling.rows * columns / PRODUCT_RATE,
+    )
+    sums = 4 * plan.tile_rows * columns
+    return time + (CLUSTER_US + sums / EXCHANGE_RATE if plan.cluster > 1 else 0.0)
+
+
+def variant(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
+    defines = {
+        jit.scalar_define(dtype): 1,
+        "ROW_TILES": plan.tiling.row_tiles,
+        "WARPS_N": plan.tiling.warps_n,
+        "WARPS_K": plan.tiling.warps_k,
+        "CHUNK": plan.tiling.chunk,
+        "COLUMN_TILES": plan.column_tiles,
+        "STAGES": plan.stages,
+        "CLUSTER": plan.cluster,
+    }
+    archs = jit.ALL_ARCHS if plan.cluster == 1 else ("sm_90a",)
+    return jit.VariantSpec("narrow_gemm.cu", "narrow_gemm", defines, plan.smem_bytes, archs)
+
+
+def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
+    """The products of a decoder for which this kernel pays."""
+    if config.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
+    attention, inner = heads * config.head_dim, config.intermediate_size
+    products = [
+        ((heads + 2 * kv_heads) * config.head_dim, hidden),
+        (hidden, attention),
+        (2 * inner, hidden),
+        (hidden, inner),
+        (config.vocab_size, hidden),
+    ]
+    device, found = device_of(), []
+    for rows in (16, 32, 64, 128):
+        for n, k in products:
+            if not (pays(rows, n, k, device) and supports(rows, n, k, config.dtype)):
+                continue
+            plan = make_plan(column_tiles_for(rows), n, k, device)
+            if plan is not None:
+                found.append(variant(plan, config.dtype))
+    return [spec for i, spec in enumerate(found) if spec not in found[:i]]
