@@ -101,7 +101,8 @@ def ratio_noise(a: dict[str, Any], b: dict[str, Any]) -> float | None:
     if min(a["rounds"], b["rounds"]) < 2 or not a["median"] or not b["median"]:
         return None
     relative = [(f["high"] - f["low"]) / 2 / abs(f["median"]) for f in (a, b)]
-    return math.hypot(*relative) * b["median"] / a["median"]
+    ratio: float = b["median"] / a["median"]
+    return math.hypot(*relative) * ratio
 
 
 def verdict(ratio: float, noise: float | None, more_is_better: bool) -> str:

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -79,8 +78,8 @@ def summarize(
         values["slo_met_percent"] = 100 * met / len(records)
     if not good:
         return result
-    counted = Counter(r.completion_tokens is not None for r in good)
-    result.tokens_from = {(True,): "usage", (False,): "chunks"}.get(tuple(counted), "both")
+    counted = sum(r.completion_tokens is not None for r in good)
+    result.tokens_from = {0: "chunks", len(good): "usage"}.get(counted, "both")
     values["request_rps"] = len(good) / duration
     values["output_tps"] = sum(r.tokens for r in good) / duration
     values["output_tokens_mean"] = statistics.fmean(r.tokens for r in good)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from typing import Any, cast
 
 from scripts.loadtest.client import Target
 from scripts.loadtest.load import Job
@@ -15,7 +16,7 @@ from scripts.loadtest.workload import Workload, poisson_arrivals
 
 TICK_S = 0.25
 STOP_PATIENCE_S = 10.0
-START_DELAY_S = 0.5  # for preparing bodies; all processes start an open loop at one moment
+START_DELAY_S = 0.05  # from telling all processes to the common start
 
 
 class ClientFailed(Exception):
@@ -87,13 +88,17 @@ class Fleet:
         active = {pipe: Progress() for pipe in self.pipes[: len(jobs)]}
         for pipe, job in zip(active, jobs, strict=True):
             pipe.send(job)
+        for pipe in active:
+            receive(pipe)  # READY
+        start = time.perf_counter() + START_DELAY_S
+        for pipe in active:
+            pipe.send(start)
         return self._gather(active, tell)
 
     def deal(
         self, level: Level, number: int, round_number: int, count: int, seconds: float
     ) -> list[Job]:
         """The processes' parts: as many clients each, or every so-manieth arrival."""
-        start = time.perf_counter() + START_DELAY_S + count * 2e-4
         if level.mode == "closed":
             clients = int(level.value)
             parts = min(self.processes, clients, count)
@@ -103,7 +108,6 @@ class Fleet:
                     number,
                     list(range(part, count, parts)),
                     clients=clients // parts + (part < clients % parts),
-                    start_at=start,
                     seconds=seconds,
                 )
                 for part in range(parts)
@@ -116,7 +120,6 @@ class Fleet:
                 number,
                 list(range(part, count, parts)),
                 arrivals=arrivals[part::parts],
-                start_at=start,
                 seconds=seconds,
             )
             for part in range(parts)
@@ -135,15 +138,9 @@ class Fleet:
                     pipe.send(STOP)
             if give_up_at is not None and time.perf_counter() > give_up_at:
                 break
-            for pipe in wait(list(open_pipes), TICK_S):
-                assert isinstance(pipe, Connection)
-                try:
-                    message = pipe.recv()
-                except (EOFError, OSError):
-                    raise ClientFailed(
-                        "a client process ended by itself: its error is printed above; out of memory "
-                        "or of file handles (ulimit -n) is the usual cause"
-                    ) from None
+            for ready in wait(list(open_pipes), TICK_S):
+                pipe = cast(Connection, ready)
+                message = receive(pipe)
                 if isinstance(message, Outcome):
                     outcomes.append(message)
                     open_pipes.discard(pipe)
@@ -158,6 +155,17 @@ class Fleet:
                 )
             )
         return combine(outcomes)
+
+
+def receive(pipe: Connection) -> Any:
+    """The next message. Raises ClientFailed if the process at the other end is gone."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        raise ClientFailed(
+            "a client process ended by itself: its error is printed above; out of memory or of file "
+            "handles (ulimit -n) is the usual cause"
+        ) from None
 
 
 def combine(outcomes: list[Outcome]) -> RoundResult:

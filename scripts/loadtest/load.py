@@ -26,14 +26,16 @@ class Job:
     level: int  # number of the level, for seeds
     indices: list[int]  # of requests, in order
     clients: int = 0  # closed loop, if above 0
-    arrivals: list[float] | None = None  # open loop: seconds after `start_at`, one for each index
-    start_at: float = 0.0  # perf_counter; the past means now
+    arrivals: list[float] | None = None  # open loop: seconds after the start, one for each index
     seconds: float = float("inf")  # no request starts later than this
 
 
-async def run_closed(job: Job, requests: list[Request], send: Send, done: Done) -> None:
+async def run_closed(
+    job: Job, requests: list[Request], start_at: float, send: Send, done: Done
+) -> None:
+    """`start_at`: as given by perf_counter; `done` is called with each record."""
     waiting = iter(requests)
-    deadline = max(job.start_at, time.perf_counter()) + job.seconds
+    deadline = start_at + job.seconds
 
     async def client() -> None:
         for request in waiting:
@@ -41,13 +43,17 @@ async def run_closed(job: Job, requests: list[Request], send: Send, done: Done) 
             if time.perf_counter() >= deadline:
                 return
 
-    await sleep_until(job.start_at)
+    await sleep_until(start_at)
     async with asyncio.TaskGroup() as group:
         for _ in range(min(job.clients, len(requests))):
             group.create_task(client())
 
 
-async def run_open(job: Job, requests: list[Request], send: Send, done: Done) -> None:
+async def run_open(
+    job: Job, requests: list[Request], start_at: float, send: Send, done: Done
+) -> None:
+    """As `run_closed`."""
+
     async def one(request: Request, planned: float) -> None:
         record = await send(request)
         record.late = record.start - planned
@@ -58,7 +64,7 @@ async def run_open(job: Job, requests: list[Request], send: Send, done: Done) ->
         for request, arrival in zip(requests, job.arrivals, strict=True):
             if arrival > job.seconds:
                 break
-            planned = job.start_at + arrival
+            planned = start_at + arrival
             await sleep_until(planned)
             group.create_task(one(request, planned))
 

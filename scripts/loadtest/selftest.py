@@ -1,12 +1,14 @@
-"""What the client itself can take: a stub sends chunks as fast as possible, the client times them.
+"""What the client itself can take: a stub server sends chunks, the client times them.
 
-The stub writes one event to each connection in turn, as a server does after a step: the worst case for
-a client, which is woken for every chunk. Its process and the client's need a core each.
+The stub writes one event to each connection in turn, as a server does after a step. First in steps, with
+pauses: the worst case for a client, which is woken for nearly every chunk. Then without a pause: chunks
+pile up in sockets and come many to a read. Stub and client need a core each.
 """
 
 import asyncio
 import multiprocessing
-import socket
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from scripts.loadtest.client import Target
@@ -17,7 +19,8 @@ from scripts.loadtest.workload import Lengths, Workload
 
 WANTED_CHUNKS_PER_S = 20_000
 CLIENTS = 64
-CHUNKS = 2_000  # of one request
+CHUNKS = 500  # of one request
+STEP_S = 0.0025  # 25,600 chunks a second
 EVENT = (
     b'data: {"id":"cmpl-00000000000000000000000000000000","object":"text_completion",'
     b'"created":1700000000,"model":"stub","choices":[{"index":0,"text":" word","logprobs":null,'
@@ -75,15 +78,14 @@ class StubConnection(asyncio.Protocol):
             self.transport.write(event)
 
 
-def stub_main(pipe: Connection) -> None:
+def stub_main(pipe: Connection, period_s: float) -> None:
     """Serve on a free port, told through the pipe, until it closes."""
-    try:
-        asyncio.run(serve_stub(pipe))
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve_stub(pipe, period_s))
 
 
-async def serve_stub(pipe: Connection) -> None:
+async def serve_stub(pipe: Connection, period_s: float) -> None:
+    """A step every `period_s` seconds; 0: without a pause."""
     streams: set[StubConnection] = set()
     event, end = frame(EVENT), frame(LAST) + frame(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     loop = asyncio.get_running_loop()
@@ -91,17 +93,27 @@ async def serve_stub(pipe: Connection) -> None:
     pipe.send(server.sockets[0].getsockname()[1])
     ended = asyncio.Event()
     loop.add_reader(pipe.fileno(), ended.set)
+    next_step = loop.time()
     while not ended.is_set():
         for stream in tuple(streams):
             stream.step(event, end)
-        await asyncio.sleep(0 if streams else 0.001)
+        next_step = max(next_step + period_s, loop.time())  # steps that were missed are not made up
+        await asyncio.sleep(next_step - loop.time() if streams else 0.001)
 
 
-def self_test() -> tuple[str, bool]:
-    """What to print, and whether one core takes WANTED_CHUNKS_PER_S chunks a second."""
+@dataclass(frozen=True)
+class Measured:
+    chunks_per_s: float
+    cpu_percent: float  # of a core, of the client
+    capacity: float  # chunks per second of the client's CPU time
+    reads_per_chunk: float  # 1: woken for each
+
+
+def measure(period_s: float) -> Measured:
+    """Raises RuntimeError if not every chunk was seen."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    stub = context.Process(target=stub_main, args=(theirs,), daemon=True)
+    stub = context.Process(target=stub_main, args=(theirs, period_s), daemon=True)
     stub.start()
     theirs.close()
     try:
@@ -109,23 +121,35 @@ def self_test() -> tuple[str, bool]:
         one = Lengths("fixed", 1)
         workload = Workload("stub", chat=False, text=False, input_len=one, output_len=one)
         with Fleet(target, workload, processes=1) as fleet:
-            level = Level("closed", CLIENTS)
-            fleet.run(level, 0, 0, CLIENTS)
-            round_result = fleet.run(level, 0, 1, 2 * CLIENTS)
+            done = fleet.run(Level("closed", CLIENTS), 0, 0, 2 * CLIENTS)
     finally:
         ours.close()
         stub.join(2)
         stub.kill()
-    found = summarize(round_result.records)
-    duration = found.values.get("duration_s", float("nan"))
-    chunks = sum(len(record.pieces) for record in round_result.records)
+    found = summarize(done.records)
+    chunks = sum(len(record.pieces) for record in done.records)
     if found.errors or chunks != 2 * CLIENTS * CHUNKS:
-        return f"the stub's answers were not read in full: {chunks} chunks, {found.errors}", False
-    capacity = round_result.chunks_per_cpu_s
+        raise RuntimeError(f"not all answers were read: {chunks} chunks, errors {found.errors}")
+    reads = sum(len(set(record.pieces)) for record in done.records)
+    return Measured(
+        chunks / found.values["duration_s"],
+        done.cpu_percent,
+        done.chunks_per_cpu_s,
+        reads / chunks,
+    )
+
+
+def self_test() -> tuple[str, bool]:
+    """What to print, and whether one core takes WANTED_CHUNKS_PER_S when woken for every chunk."""
+    lines = [f"{CLIENTS} streams of one client process, {CHUNKS:,} chunks each:"]
+    capacity = 0.0
+    for name, period_s in (("steps", STEP_S), ("flood", 0.0)):
+        m = measure(period_s)
+        lines.append(
+            f"{name}: {m.chunks_per_s:,.0f} chunks/s with {m.cpu_percent:.0f}% of a core, "
+            f"{m.reads_per_chunk:.2f} reads a chunk; a whole core takes {m.capacity:,.0f} chunks/s"
+        )
+        capacity = capacity or m.capacity
     enough = capacity >= WANTED_CHUNKS_PER_S
-    return (
-        f"{chunks:,} chunks of {CLIENTS} streams in {duration:.2f} s: {chunks / duration:,.0f} a "
-        f"second, with {round_result.cpu_percent:.0f}% of a core on {socket.gethostname()}.\n"
-        f"One client process can take {capacity:,.0f} chunks a second of CPU time; wanted are "
-        f"{WANTED_CHUNKS_PER_S:,}: {'enough' if enough else 'too few'}."
-    ), enough
+    lines.append(f"Wanted in steps: {WANTED_CHUNKS_PER_S:,}. {'Enough.' if enough else 'Too few.'}")
+    return "\n".join(lines), enough

@@ -18,7 +18,7 @@ from scripts.loadtest.records import Record
 from scripts.loadtest.workload import Request, Workload
 
 PROGRESS_S = 0.25
-STOP = "stop"
+READY, STOP = "ready", "stop"
 
 
 @dataclass
@@ -45,8 +45,17 @@ def worker_main(pipe: Connection, target: Target, workload: Workload) -> None:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             while True:
                 job = pipe.recv()
-                if job != STOP:  # a stop that came after the job's end
-                    pipe.send(runner.run(run_job(pipe, target, workload, job)))
+                if job == STOP:  # it came after the job's end
+                    continue
+                requests = [
+                    workload.request(job.round_number, job.level, index) for index in job.indices
+                ]
+                pipe.send(READY)
+                start_at = pipe.recv()
+                if start_at == STOP:
+                    pipe.send(Outcome())
+                else:
+                    pipe.send(runner.run(run_job(pipe, target, job, requests, start_at)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent has ended
 
@@ -60,9 +69,10 @@ def loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
     return uvloop.Loop
 
 
-async def run_job(pipe: Connection, target: Target, workload: Workload, job: Job) -> Outcome:
-    """Bodies are made, and garbage is collected, before the clock starts."""
-    requests = [workload.request(job.round_number, job.level, index) for index in job.indices]
+async def run_job(
+    pipe: Connection, target: Target, job: Job, requests: list[Request], start_at: float
+) -> Outcome:
+    """Nothing is collected as garbage while the clock runs."""
     outcome, progress = Outcome(), Progress()
     under_way = 0
 
@@ -82,7 +92,7 @@ async def run_job(pipe: Connection, target: Target, workload: Workload, job: Job
             return record
 
         run = run_closed if job.clients else run_open
-        load = asyncio.ensure_future(run(job, requests, send_one, done))
+        load = asyncio.ensure_future(run(job, requests, start_at, send_one, done))
         attending = asyncio.ensure_future(attend(pipe, progress, load))
         gc.collect()
         gc.disable()
@@ -93,7 +103,7 @@ async def run_job(pipe: Connection, target: Target, workload: Workload, job: Job
             outcome.abandoned = under_way
         finally:
             outcome.cpu_s = time.process_time() - cpu
-            outcome.wall_s = max(time.perf_counter() - max(wall, job.start_at), 1e-9)
+            outcome.wall_s = max(time.perf_counter() - max(wall, start_at), 1e-9)
             gc.enable()
             attending.cancel()
     return outcome
