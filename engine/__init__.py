@@ -3,12 +3,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from engine.api.sampling import SamplingParams
+from engine.api.sampling import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from engine.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,6 +48,7 @@ from engine.api.messages import (
     encoder,
 )
 from tokenizer_proc.bound import token_bound
+from tokenizer_proc.constraints import Constraints
 from tokenizer_proc.encode import Encoder, check_token_ids, prompt_param
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.loading import Tokenizer, check_fits_model
@@ -78,6 +79,8 @@ class TokenizerLoop:
         self.output = OutputProcessor(self.vocabulary)
         self.encoding: set[int] = set()  # ids of requests and calls that wait for a thread
         self.limits: EngineLimits | None = None  # known once the engine said hello
+        self.constraints: Constraints | None = None  # from then on, too
+        self.engine_has_pieces = False
         self.stopping = False
 
         self.context = zmq.Context()
@@ -90,6 +93,7 @@ class TokenizerLoop:
         self.tokens_decoder = decoder(Tokens)
 
         self.pool = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="encode")
+        self.grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # these may be slow
         self.results: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Never closed, as a thread may still write to it after the end of `run`.
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -128,6 +132,7 @@ class TokenizerLoop:
                     self._drain(self.ingress, self.ingress_decoder, self._on_server_message)
         finally:
             self.pool.shutdown(wait=False, cancel_futures=True)
+            self.grammar_pool.shutdown(wait=False, cancel_futures=True)
             self.context.destroy(linger=0)
 
     def _drain(
@@ -159,10 +164,13 @@ class TokenizerLoop:
             check_fits_model(self.tokenizer, message.limits.vocab_size)
             self.vocabulary.pad_to(message.limits.vocab_size)
             self.limits = message.limits
+            self.constraints = Constraints(self.vocabulary, message.limits)
             self._send(
                 self.replies,
                 TokenizerReady(
-                    limits=message.limits, has_chat_template=self.prompts.has_chat_template
+                    limits=message.limits,
+                    has_chat_template=self.prompts.has_chat_template,
+                    chat_template=self.prompts.chat.template_text,
                 ),
             )
 
@@ -187,8 +195,9 @@ class TokenizerLoop:
         if isinstance(message, Generate):
             self._start(
                 choice_ids(message),
-                lambda: prepare(self.prompts, message, limits, self.default_seed),
+                lambda: prepare(self.prompts, message, limits, self.default_seed, self.constraints),
                 lambda result: self._on_prepared(message, result),
+                self.pool if message.params.structured is None else self.grammar_pool,
             )
         elif isinstance(message, Abort):
             self._on_abort(message.req_ids)
@@ -244,11 +253,22 @@ class TokenizerLoop:
                 num_prompt_tokens=result.num_prompt_tokens,
                 prompt_text=prompt_text,
                 prompt_token_ids=result.token_ids.tobytes() if generate.want_token_ids else None,
+                prompt_end=result.prompt_end,
             ),
         )
         for request in result.requests:
             if request.req_id in wanted:
-                self.output.add(request, result.copies, generate.want_token_ids, prompt_texts)
+                self.output.add(
+                    request,
+                    result.copies,
+                    generate.want_token_ids,
+                    prompt_texts,
+                    generate.shown_special,
+                )
+                if request.params.structured is not None and not self.engine_has_pieces:
+                    assert self.constraints is not None
+                    self._send(self.submit, self.constraints.pieces)
+                    self.engine_has_pieces = True
                 self._send(self.submit, request)
 
     # --- work for the threads ---------------------------------------------------------------------
@@ -294,9 +314,13 @@ class TokenizerLoop:
             self._send(self.replies, result)
 
     def _start(
-        self, ids: range, work: Callable[[], T], done: Callable[[T | PromptError], None]
+        self,
+        ids: range,
+        work: Callable[[], T],
+        done: Callable[[T | PromptError], None],
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
-        """Run `work` in the pool, then `done` with its result in the loop's thread.
+        """Run `work` in the pool of threads, then `done` with its result in the loop's thread.
 
         Neither runs if all of `ids`, which are put into `encoding`, are aborted before a thread is
         free.
@@ -317,7 +341,7 @@ class TokenizerLoop:
             self.results.put(lambda: done(result))
             os.eventfd_write(self.wake_fd, 1)
 
-        self.pool.submit(job)
+        (pool or self.pool).submit(job)
 
     def _finish_jobs(self) -> None:
         while True:

@@ -8,6 +8,7 @@ import msgspec
 from engine.api.hashing import block_names
 from engine.api.messages import AddRequest, EngineLimits, Generate, TokenPrompt
 from engine.api.sampling import SamplingParams, choice_seed
+from tokenizer_proc.constraints import Constraints
 from tokenizer_proc.encode import (
     EncodedPrompt,
     Encoder,
@@ -17,6 +18,8 @@ from tokenizer_proc.encode import (
 )
 from tokenizer_proc.errors import PromptError
 
+PROMPT_END_CHARS = 64  # of the prompt's text, for the server to look at
+
 
 @dataclass(frozen=True)
 class PreparedRequest:
@@ -25,6 +28,7 @@ class PreparedRequest:
     requests: list[AddRequest]  # one for each choice, ids req_id .. req_id + n - 1
     copies: int = 1  # choices that each of `requests` stands for: equal ones are computed once
     added: tuple[int, ...] = ()  # places of prompt tokens that are not of the text
+    prompt_end: str = ""  # where a template may have opened something
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -32,17 +36,28 @@ class PreparedRequest:
 
 
 def prepare(
-    encoder: Encoder, generate: Generate, limits: EngineLimits, default_seed: int = 0
+    encoder: Encoder,
+    generate: Generate,
+    limits: EngineLimits,
+    default_seed: int = 0,
+    constraints: Constraints | None = None,
 ) -> PreparedRequest:
     """Encode the prompt once and make one request per choice; they share its block names, hence its KV.
 
     Choices that cannot differ are one request. Only the first reports the prompt's log-probabilities.
-    `default_seed` is for requests that name none; 0 draws a fresh one. Raises PromptError.
+    `default_seed` is for requests that name none; 0 draws a fresh one. `constraints` is needed if the
+    parameters have a grammar or bad words. Raises PromptError.
     """
     params = generate.params
     check_param_ids(params, limits.vocab_size)
     longest = None if params.truncate_prompt_tokens else limits.max_model_len
-    prompt = truncate(encoder.encode(generate.prompt, longest), params, limits)
+    prompt = encoder.encode(generate.prompt, longest)
+    prompt_end = (prompt.text or "")[-PROMPT_END_CHARS:]
+    if generate.structured_after_mark and prompt_end.rstrip().endswith(generate.reasoning_mark):
+        params = msgspec.structs.replace(params, structured=generate.structured_after_mark)
+    if constraints is not None:
+        params = constraints.resolve(params)
+    prompt = truncate(prompt, params, limits)
     is_text = not isinstance(generate.prompt, TokenPrompt)
     check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(generate.prompt), is_text)
     param, clamp = prompt_param(generate.prompt), generate.clamp_max_tokens
@@ -72,7 +87,7 @@ def prepare(
         for choice in range(params.n // copies)
     ]
     text = prompt_text(encoder, prompt) if generate.want_prompt_text else None
-    return PreparedRequest(prompt.token_ids, text, requests, copies, prompt.added)
+    return PreparedRequest(prompt.token_ids, text, requests, copies, prompt.added, prompt_end)
 
 
 def truncate(prompt: EncodedPrompt, params: SamplingParams, limits: EngineLimits) -> EncodedPrompt:
@@ -159,6 +174,7 @@ def check_param_ids(params: SamplingParams, vocab_size: int) -> None:
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", list(params.logit_bias)),
+        ("allowed_token_ids", params.allowed_token_ids or []),
     ):
         for token_id in ids:
             if not 0 <= token_id < vocab_size:

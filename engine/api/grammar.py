@@ -8,6 +8,7 @@ Compiling runs for a millisecond as a rule, and for seconds or through gigabytes
 recursion: never do it in a thread that others wait for, nor with a stack of usual size.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ STACK_BYTES = 256 * 1024 * 1024  # of threads that compile: reserved, not used
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 # By itself llguidance would replace text that is certain by tokens of its own choice.
 OPTIONS = '%llguidance {"no_forcing": true}'
+
+
+PLACE = re.compile(r"^(at )?\d+\(\d+\): ")  # line and column
+SOURCE_LINES = re.compile(r"\n *\d+ \| ")
 
 
 class GrammarError(ValueError):
@@ -62,19 +67,20 @@ def compile_grammar(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLM
     matcher = LLMatcher(tokenizer, to_lark(structured), log_level=0, limits=limits)
     matcher.compute_bitmask()  # what no text satisfies shows only here
     if matcher.is_error():
-        raise GrammarError(explanation(matcher.get_error()))
+        raise GrammarError(explanation(matcher.get_error(), structured.kind == "grammar"))
     return matcher
 
 
-def explanation(error: str) -> str:
-    """The first lines of llguidance's message, without its own frame around what the user wrote."""
+def explanation(error: str, has_lines: bool) -> str:
+    """llguidance's message in one line; places in the text are told if the user wrote its lines."""
     if error.startswith("NoExtension"):
         return "no text satisfies it"
     if error.startswith("panic"):
         return "it is too large"
-    lines = [line.strip() for line in error.splitlines()]
-    shown = [line for line in lines if line and OPTIONS not in line and line != "<non-verbose/>"]
-    return " ".join(shown)[:300]
+    error = SOURCE_LINES.split(error, maxsplit=1)[0]  # an excerpt, which shows our own frame, too
+    if not has_lines:
+        error = PLACE.sub("", error)
+    return " ".join(error.split())[:300]
 
 
 def to_lark(structured: StructuredOutput) -> str:

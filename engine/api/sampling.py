@@ -19,6 +19,7 @@ class StructuredOutput(msgspec.Struct, array_like=True, frozen=True):
 
     kind: Literal["json", "regex", "choice", "grammar"]
     value: str
+    param: str = "structured"  # the request's field that asks for it, for error messages
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=False):
