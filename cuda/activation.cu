@@ -20,7 +20,7 @@ DEV float gelu_tanh(float x) {  // section 2 of https://arxiv.org/abs/1606.08415
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-act_and_mul(const scalar_t* __restrict__ gate_up, scalar_t* __restrict__ out, i64 num_vecs) {
+act_and_mul(const scalar_t* gate_up, scalar_t* __restrict__ out, i64 num_vecs) {
   const i64 first = (i64)blockIdx.x * (THREADS * PER_THREAD) + threadIdx.x;
   uint4 gate[PER_THREAD], up[PER_THREAD];
   grid_dependency_wait();

@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     float* __restrict__ part_o,          // [parts, num_heads, HEAD_DIM]
     float* __restrict__ part_lse,        // [parts, num_heads]
     u32* __restrict__ arrivals,          // [splits, gridDim.x], zero before and after
-    const scalar_t* __restrict__ q,      // [rows, num_heads, HEAD_DIM], rows q_stride apart
-    const kv_t* __restrict__ k_cache,    // [blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
-    const kv_t* __restrict__ v_cache,
+    const scalar_t* q,      // [rows, num_heads, HEAD_DIM], rows q_stride apart
+    const kv_t* k_cache,    // [blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
+    const kv_t* v_cache,
     const int* __restrict__ block_table, // [table rows, table_stride]
     const WorkItem* __restrict__ work,   // [gridDim.y or more]
     const int* __restrict__ num_work,

@@ -53,7 +53,7 @@ DEV u64 exclusive_sum(u64 value, u64* shared, u64& total) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
     WorkItem* __restrict__ work, int* __restrict__ num_work,
-    const int* __restrict__ seq_lens, const int* __restrict__ rows,
+    const int* seq_lens, const int* rows,
     int batch, int window, int blocks_per_item, int slots, int item_tokens, int max_items, int max_parts,
     int fixed_chunk)
 {

@@ -6,9 +6,9 @@
 #include "common/dtype.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) prepare_decode(
-    const int* __restrict__ staged,       // [HEADER + 2 * max_batch + 3 * max_updates]
+    const int* staged,       // [HEADER + 2 * max_batch + 3 * max_updates]
     int* __restrict__ block_table,        // [num_rows, table_stride]
-    const long long* __restrict__ last_token,  // [num_rows]
+    const long long* last_token,  // [num_rows]
     long long* __restrict__ input_ids,    // [batch]
     long long* __restrict__ positions,    // [batch]
     long long* __restrict__ slots,        // [batch]

@@ -60,7 +60,7 @@ DEV void norm_row(const RowPart& part, const RowPart& w, scalar_t* y, float eps,
 
 // x [rows, HIDDEN] with x_stride elements from row to row; y [rows, HIDDEN] contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
-rms_norm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight,
+rms_norm(const scalar_t* x, const scalar_t* __restrict__ weight,
          scalar_t* __restrict__ y, i64 x_stride, int num_rows, float eps) {
   const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
   if (row >= num_rows) return;

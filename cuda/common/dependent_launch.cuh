@@ -6,6 +6,9 @@
 //   grid_dependency_launch();    the kernel after this one may start, once every block has come here
 //   everything else
 //
+// What is read behind the wait must not be a `const ... __restrict__` parameter: that promises that nobody
+// writes it while the kernel runs, and the compiler would move the reads in front of the wait.
+//
 // Every kernel that is launched so must wait, and must not let the next one start before it has waited:
 // then a kernel that has started knows all but its predecessor to have ended. Without the launch attribute,
 // and before Hopper, these do nothing.
