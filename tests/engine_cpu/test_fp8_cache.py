@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from engine.api.config import ConfigError
 from engine.attention.base import AttentionSpec, KVCache, allocate_kv_cache
 from engine.attention.reference import ReferenceAttention
+from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.ops.rope_and_cache import quantized
 from engine.weights.loader import load_model
@@ -122,9 +123,28 @@ def test_the_engine_uses_the_scales_for_8_bits_only(llama, tmp_path) -> None:
 # --- the engine ---
 
 
-class NaiveFp8Attention(NaiveAttention):
-    def sequence(self, cache, inputs, row, seq_len):
-        return super().sequence(cache.float(), inputs, row, seq_len)
+class RoundedAttention(NaiveAttention):
+    """Over a cache of 8-bit floats, times its scales."""
+
+    def attend(self, layer, q, spec, inputs):
+        k_scale, v_scale = self.kv.scales_of(layer)
+        k, v = self.kv.k[layer].float() * k_scale, self.kv.v[layer].float() * v_scale
+        return NaiveAttention(KVCache([k], [v], self.kv.block_size)).attend(0, q, spec, inputs)
+
+
+def rounded_sequences(model: Model, kv_dtype: torch.dtype, max_len: int = 256) -> Sequences:
+    """A float32 model on a CPU, with the plainest attention over keys and values of `kv_dtype`."""
+    sequences = Sequences(model, 1, max_len)
+    plain = sequences.attention.kv
+    sequences.attention = RoundedAttention(
+        KVCache(
+            [k.to(kv_dtype) for k in plain.k],
+            [v.to(kv_dtype) for v in plain.v],
+            plain.block_size,
+            model.kv_scales,
+        )
+    )
+    return sequences
 
 
 @pytest.mark.parametrize("kv_cache_dtype", DTYPES)
@@ -134,13 +154,7 @@ def test_log_probabilities_are_those_of_the_rounded_cache(llama, kv_cache_dtype)
     exact, coarse = Harness(llama), Harness(llama, kv_cache_dtype=kv_cache_dtype)
     assert coarse.engine.resolved.kv_dtype is DTYPES[kv_cache_dtype]
     assert exact.engine.resolved.block_bytes == 4 * coarse.engine.resolved.block_bytes
-    model = coarse.loop.runner.model
-    naive = Sequences(model, 1)
-    spec = model.attention_specs[0]
-    kv = allocate_kv_cache(
-        model.num_layers, 65, spec.num_kv_heads, 4, spec.head_dim, DTYPES[kv_cache_dtype], CPU
-    )
-    naive.attention = NaiveFp8Attention(kv)
+    naive = rounded_sequences(coarse.loop.runner.model, DTYPES[kv_cache_dtype])
     differences, equal = [], 0
     for prompt in prompts(16, seed=5, low=10, high=120):
         got = coarse.generate(prompt, max_tokens=6, logprobs=1)

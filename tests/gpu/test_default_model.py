@@ -18,6 +18,7 @@ NEW_TOKENS = 64
 NEAR_TIE = 0.25  # log-probability; bfloat16 may turn closer choices round
 TOLERANCE = 0.35  # of one log-probability; transformers' own bfloat16 is off by up to 0.22
 MEAN_TOLERANCE = 0.05
+FLOAT32_TOLERANCE = 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,23 @@ def test_greedy_tokens_follow_the_cpu_engine(model_dir, prompt_ids):
     )
     assert max(differences) < TOLERANCE
     assert np.mean(differences) < MEAN_TOLERANCE
+
+
+def test_float32_log_probabilities_equal_the_cpu_engines(model_dir, prompt_ids):
+    """Equal tokens but for ties; what the two compute differently is no more than rounding."""
+    settings = {"dtype": "float32", "max_num_batched_tokens": 512}
+    cpu = run(model_dir, prompt_ids, device="cpu", cpu_threads=8, **settings)
+    gpu = run(model_dir, prompt_ids, device="cuda", **settings)
+    largest = 0.0
+    for i in range(len(prompt_ids)):
+        for step in range(NEW_TOKENS):
+            best, second = (value for _, value in cpu[i].top_logprobs[step][:2])
+            if cpu[i].token_ids[step] != gpu[i].token_ids[step]:
+                assert best - second < FLOAT32_TOLERANCE, (i, step, best - second)
+                break
+            largest = max(largest, abs(cpu[i].logprobs[step] - gpu[i].logprobs[step]))
+    print(f"log-probabilities differ by {largest:.6f} at most")
+    assert largest < FLOAT32_TOLERANCE
 
 
 async def test_the_whole_server_answers_and_forgets(model_dir):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, KVCache, StepInputs
+from engine.attention.base import AttentionSpec, GraphAttention, KVCache, StepInputs
 from engine.attention.paged import MIN_HOPPER_QUERIES, PagedAttention
 from engine.ops import jit, paged_decode, paged_prefill, plan_decode
 from engine.ops.plan_decode import DecodePlan, PlanLimits
@@ -332,8 +332,11 @@ class Steps:
         )
         caches = [self.context.k_cache], [self.context.v_cache]
         kv = KVCache(*caches, heads.block_size, [heads.kv_scales])
+        self.backend = self.make_backend(kv, **settings)
+
+    def make_backend(self, kv: KVCache, **settings: object) -> GraphAttention:
         device = torch.device("cuda", torch.cuda.current_device())
-        self.backend = PagedAttention(kv, [self.spec], 16, 8192, device, **settings)
+        return PagedAttention(kv, [self.spec], 16, 8192, device, **settings)
 
     def inputs(self, q_lens: list[int], num_tokens: int, from_host: bool) -> StepInputs:
         context = self.context

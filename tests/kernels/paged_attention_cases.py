@@ -18,6 +18,7 @@ NAN_BYTE = {4: 0xFF, 2: 0xFF, 1: 0x7F}  # by item size: a number of such bytes i
 TOLERANCE = {
     torch.bfloat16: 3e-3,
     torch.float16: 1e-3,
+    torch.float32: 2e-5,
 }  # of the whole; a head of a token may have 3 times that
 
 

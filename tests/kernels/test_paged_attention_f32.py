@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.attention import paged_f32
+from engine.attention.base import AttentionSpec, KVCache
 from engine.ops import paged_attention_f32
+from tests.engine_cpu.test_attention import make_cache, make_inputs, oracle
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated
 from tests.kernels.paged_attention_cases import Context, Heads, make_context, make_queries
@@ -74,3 +77,35 @@ def test_a_token_that_sees_nothing_gets_zeros_and_bad_numbers_stay_visible() -> 
     assert torch.isfinite(out[1, 0]).all()
     assert out[1, 1].isnan().all()
     assert not out[2].any()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_backend_tells_the_kernel_rows_and_positions(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the emulator: as if the CPU were a GPU."""
+    monkeypatch.setattr(
+        paged_f32, "upload", lambda arrays, device: [torch.from_numpy(a) for a in arrays]
+    )
+    monkeypatch.setattr(paged_f32, "paged_attention_f32", paged_attention_f32.launch)
+    spec = AttentionSpec(4, 2, 32, 32**-0.5, window)
+    stored = make_cache(spec, FP32)
+    kv = KVCache([stored.k[0].contiguous()], [stored.v[0].contiguous()], stored.block_size)
+    attention = paged_f32.PagedAttentionF32(kv, torch.device("cpu"))
+    for lens, queries in (([40, 17, 3], [1, 1, 1]), ([30, 44], [30, 5]), ([20, 1, 33], [1, 1, 12])):
+        inputs = make_inputs(lens, queries, seed=2)
+        total = sum(queries)
+        q = torch.randn(total + 2, 4, 32)  # two padding tokens
+        attention.plan(inputs, [spec])
+        got = attention.attend(0, q, spec, inputs)
+        want = oracle(kv, q[:total], spec, inputs)
+        torch.testing.assert_close(got[:total], want.flatten(1), rtol=1e-5, atol=1e-5)
+        assert not got[total:].any()
+        # the same rows in a table of their own order, as the engine has it
+        inputs.rows = np.array([2, 0, 1][: len(lens)], np.int32)
+        inputs.rows_device = torch.from_numpy(inputs.rows)
+        table = torch.zeros((3, inputs.block_table.shape[1]), dtype=torch.int32)
+        table[inputs.rows_device.long()] = inputs.block_table
+        inputs.block_table = table
+        attention.plan(inputs, [spec])
+        assert torch.equal(attention.attend(0, q, spec, inputs)[:total], got[:total])
