@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.api.messages import EngineStats
+from engine.api.messages import EngineState, EngineStats, FinishReason, Phase
 from server.metrics import Histogram
 from server.status_line import describe
 from tests.server.conftest import Site, eventually
@@ -41,10 +41,16 @@ DASHBOARD_NAMES = [
     "vllm:gpu_prefix_cache_hits_total",
     "vllm:prompt_tokens_cached_total",
     "vllm:cache_config_info",
+    "vllm:lora_requests_info",
     "srv:http_requests_total",
     "srv:queue_limit",
     "srv:free_blocks",
     "srv:process_resident_memory_bytes",
+    "srv:engine_step_seconds_bucket",
+    "srv:engine_last_step_age_seconds",
+    "srv:gpu_memory_used_bytes",
+    "srv:nan_events_total",
+    "srv:late_messages_total",
 ]
 
 
@@ -82,6 +88,73 @@ async def test_counts_of_requests(site: Site) -> None:
     assert found["vllm:request_queue_time_seconds_sum"] == pytest.approx(2 * 0.0015)
     assert await site.metric('srv:rejected_requests_total{code="invalid_value"') == 1
     assert await site.metric('vllm:request_success_total{engine="0",finished_reason="stop"') == 2
+
+
+async def test_names_that_appear_with_their_first_event(site: Site) -> None:
+    """Labels of errors, aborts and phases of the start are not known before."""
+    site.service.client.metrics.startup_seconds["loading weights"] = 1.5
+    await site.post("/v1/completions", {"prompt": 3})
+    site.backend.script = lambda g: Script(finish=FinishReason.ABORT)
+    await site.post("/v1/completions", {"prompt": "x"})
+    found = await samples(site)
+    assert found["srv:startup_seconds"] == 1.5
+    assert found["srv:aborted_requests_total"] == 1
+    assert found["srv:rejected_requests_total"] == 2
+    assert found["vllm:e2e_request_latency_seconds_count"] == 0, "aborted ones are not in it"
+    assert found["vllm:request_queue_time_seconds_count"] == 1, "but in phases they completed"
+
+
+async def test_types_and_labels(site: Site) -> None:
+    """What dashboards select by: the kind of each metric, its model and its engine."""
+    async with site.session.get(site.url + "/metrics") as response:
+        text = await response.text()
+    kinds: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        kinds.setdefault(family.type, set()).add(family.name)
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                assert sample.labels["model_name"] == "tiny", sample.name
+                assert sample.labels["engine"] == "0", sample.name
+    assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= kinds["gauge"]
+    assert {"vllm:prompt_tokens", "vllm:request_success"} <= kinds["counter"]
+    assert {"vllm:iteration_tokens_total", "vllm:time_to_first_token_seconds"} <= kinds["histogram"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("vllm:time_to_first_token_seconds", 0.001, 2560.0),
+        ("vllm:time_per_output_token_seconds", 0.001, 80.0),
+        ("vllm:inter_token_latency_seconds", 0.001, 80.0),
+        ("vllm:e2e_request_latency_seconds", 0.3, 1920.0),
+        ("vllm:request_queue_time_seconds", 0.3, 1920.0),
+    ],
+)
+async def test_buckets(site: Site, name: str, first: float, last: float) -> None:
+    async with site.session.get(site.url + "/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    (family,) = [family for family in families if family.name == name]
+    bounds = [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")]
+    assert (bounds[0], bounds[-2], bounds[-1]) == (first, last, float("inf"))
+    assert bounds == sorted(bounds)
+
+
+async def test_the_state_of_the_engine(site: Site) -> None:
+    status = site.service.client.status
+    assert (await samples(site))["srv:engine_last_step_age_seconds"] == 0
+    site.backend.send(
+        "state",
+        EngineState(
+            epoch=0, phase=Phase.SERVING, progress=1.0, detail="", loop_count=3,
+            step_in_flight_ms=0.0, rss_bytes=11, gpu_memory_bytes=12,
+        ),
+    )  # fmt: skip
+    site.backend.stats(steps=1, nan_events=2)
+    await eventually(lambda: status.stats is not None and status.gpu_memory_bytes == 12)
+    found = await samples(site)
+    assert found["srv:gpu_memory_used_bytes"] == 12
+    assert found["srv:nan_events_total"] == 2
+    assert found["srv:engine_last_step_age_seconds"] > 0
 
 
 async def test_engine_statistics(site: Site) -> None:
