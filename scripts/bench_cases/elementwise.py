@@ -23,7 +23,11 @@ def bench_cases() -> list[Case]:
             rope(tokens, 32, 8, 128, True),
             rope(tokens, 32, 8, 128, False, torch.float8_e4m3fn),
         ]
-    return [*cases, block_copy(64)]
+    return [
+        *cases,
+        block_copy(64),
+        *(swap(count, out) for count in (4, 64) for out in (True, False)),
+    ]
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -122,4 +126,32 @@ def block_copy(num_pairs: int) -> Case:
         f"copy_blocks {num_pairs} pairs x {num_caches} caches",
         setup,
         num_bytes=2 * num_pairs * num_caches * block_bytes,
+    )
+
+
+def swap(num_pairs: int, is_out: bool) -> Case:
+    """To pinned host memory or from it: compare with the bus, not with the device's memory."""
+    num_caches, shape = 56, (num_pairs + 1, 4, BLOCK_SIZE, 128)
+    block_bytes = 4 * BLOCK_SIZE * 128 * 2
+
+    def setup(copies: int) -> list[Launch]:
+        def one() -> Launch:
+            caches = [torch.zeros(shape, dtype=BF16, device="cuda") for _ in range(num_caches)]
+            hosts = list(torch.zeros((num_caches, *shape), dtype=BF16, pin_memory=True))
+            here, there = (
+                copy_blocks.cache_addresses(some, caches[0].device) for some in (caches, hosts)
+            )
+            blocks = [1 + torch.randperm(num_pairs, device="cuda") for _ in range(2)]
+            pairs = torch.stack(blocks, 1)
+            if is_out:
+                return lambda: copy_blocks.copy_blocks(caches, hosts, pairs, here, there)
+            return lambda: copy_blocks.copy_blocks(hosts, caches, pairs, there, here)
+
+        return [one() for _ in range(copies)]
+
+    direction = "device to host" if is_out else "host to device"
+    return Case(
+        f"copy_blocks {direction} {num_pairs} pairs x {num_caches} caches",
+        setup,
+        num_bytes=num_pairs * num_caches * block_bytes,
     )

@@ -8,6 +8,7 @@ from engine.api.hashing import block_names
 from engine.api.messages import AddRequest
 from engine.api.sampling import SamplingParams
 from engine.kv.block_pool import BlockState
+from engine.kv.host_tier import HostTier
 from engine.kv.manager import KVCacheManager
 from engine.request import Request, RequestStatus, make_request
 
@@ -168,6 +169,40 @@ def test_release_and_forget_leaves_nothing_to_find():
     kv.check_invariants([second])
     kv.release(second)
     assert kv.map() == [(BlockState.RESERVED, 1), (BlockState.FREE, 19)]
+
+
+def test_start_is_all_or_nothing():
+    kv = KVCacheManager(6, SIZE, True, HostTier(4, keeps_all=True))
+    first = make(list(range(9)))
+    prefill(kv, first)
+    kv.release(first)
+    other = make(list(range(20, 37)), req_id=2)
+    prefill(kv, other)  # takes all five blocks: those of the first one go to the host
+    kv.release(other)
+    small = make([50, 51], req_id=3)
+    prefill(kv, small)
+    again = make(list(range(17)), req_id=4)
+    prefix = kv.find_prefix(again)
+    assert prefix == [0, 0]
+    assert not kv.start(again, prefix, 9)  # five blocks, and four are free
+    assert again.block_ids == []
+    assert kv.num_free_blocks == 4
+    kv.check_invariants([small])
+    assert kv.start(again, prefix, 8)
+    assert (len(again.block_ids), again.num_computed, again.num_named_blocks) == (4, 8, 2)
+    assert [kv.pool.name_of(block) for block in again.block_ids[:2]] == again.block_names[:2]
+    kv.check_invariants([small, again])
+
+
+def test_a_request_gone_bad_leaves_nothing_on_the_host():
+    kv = KVCacheManager(5, SIZE, True, HostTier(4, keeps_all=True))
+    first, other = make(list(range(9))), make(list(range(20, 36)), req_id=2)
+    prefill(kv, first)
+    kv.release(first)
+    prefill(kv, other)
+    assert kv.find_prefix(make(list(range(9)), req_id=3)) == [0, 0]
+    kv.retire(first, is_bad=True)
+    assert kv.find_prefix(make(list(range(9)), req_id=3)) == []
 
 
 def test_map_shows_states_run_length_encoded():

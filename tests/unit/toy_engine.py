@@ -330,4 +330,7 @@ class ToyEngine:
         if self.tier is not None:
             assert self.tier.num_swapped == 0
             assert self.tier.keeps_all or self.tier.num_used == 0
+        if not self.kv.enable_prefix_caching:
+            assert all(self.kv.pool.name_of(block) is None for block in self.kv.pool.free_list())
+            assert all(c.num_cached == 0 for c in self.completions.values())
         self.scheduler.check_invariants()
