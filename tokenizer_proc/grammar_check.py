@@ -57,11 +57,18 @@ class GrammarChecker:
         self.child: subprocess.Popen[bytes] | None = None
         self.known: OrderedDict[StructuredOutput, str] = OrderedDict()  # "" or the error
 
+    def knows(self, structured: StructuredOutput) -> bool:
+        """Whether `check` has its answer ready."""
+        return structured in self.known
+
     def check(self, structured: StructuredOutput) -> None:
-        """Raises GrammarError unless the grammar compiles. Takes up to SECONDS, once a grammar."""
-        with self.lock:
-            error = self.known.get(structured)
-            if error is None:
+        """Raises GrammarError unless the grammar compiles.
+
+        Takes up to SECONDS for one that is not known, and such ones wait for each other.
+        """
+        error = self.known.get(structured)
+        if error is None:
+            with self.lock:
                 error = self._ask(structured)
                 self.known[structured] = error
                 while len(self.known) > MOST_REMEMBERED:

@@ -197,7 +197,7 @@ class TokenizerLoop:
                 choice_ids(message),
                 lambda: prepare(self.prompts, message, limits, self.default_seed, self.constraints),
                 lambda result: self._on_prepared(message, result),
-                self.pool if message.params.structured is None else self.grammar_pool,
+                self.grammar_pool if self._may_be_slow(message) else self.pool,
             )
         elif isinstance(message, Abort):
             self._on_abort(message.req_ids)
@@ -215,6 +215,11 @@ class TokenizerLoop:
                 lambda: self._detokenize(message, limits),
                 lambda result: self._reply_to_call(message.call_id, result),
             )
+
+    def _may_be_slow(self, message: Generate) -> bool:
+        assert self.constraints is not None
+        forms = (message.params.structured, message.structured_after_mark)
+        return any(form is not None and not self.constraints.is_known(form) for form in forms)
 
     def _on_abort(self, req_ids: list[int]) -> None:
         """No terminal message: the server forgot the requests before it asked."""

@@ -17,12 +17,12 @@ from server.schema.fields import (
     no_effect,
     number,
     only,
-    refused_fields,
     string,
     string_of_length,
     string_or_strings,
 )
 from server.schema.limits import timeout
+from server.schema.structured import STRUCTURED_FIELDS, structured_output
 
 INT32_MAX = 2**31 - 1
 
@@ -108,11 +108,6 @@ def stream_options(value: Any, path: str) -> StreamOptions:
     )
 
 
-def response_format(value: Any, path: str) -> None:
-    kind = json_object(value, path).get("type")
-    only("text", because="only text is, so far")(kind, f"{path}.type")
-
-
 SAMPLING_FIELDS: Table = {
     "n": sampling_field(integer),
     "temperature": sampling_field(number),
@@ -131,6 +126,8 @@ SAMPLING_FIELDS: Table = {
     "include_stop_str_in_output": boolean,
     "logit_bias": sampling_field(logit_bias),
     "skip_special_tokens": boolean,
+    "allowed_token_ids": sampling_field(list_of(integer_between(0, INT32_MAX))),
+    "bad_words": sampling_field(list_of(string)),
     "prompt_logprobs": sampling_field(integer),
     "truncate_prompt_tokens": sampling_field(integer),
 }
@@ -151,6 +148,7 @@ NO_EFFECT_FIELDS = [
 
 COMMON_FIELDS: Table = {
     **SAMPLING_FIELDS,
+    **STRUCTURED_FIELDS,
     "model": string,
     "stream": boolean,
     "stream_options": stream_options,
@@ -167,20 +165,6 @@ COMMON_FIELDS: Table = {
     "early_stopping": only(False),
     "length_penalty": only(1, 1.0, because="it belongs to beam search"),
     "logits_processors": only([], because="code in a request is never run"),
-    "bad_words": only([]),
-    "response_format": response_format,
-    **refused_fields(
-        [
-            "allowed_token_ids",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "guided_decoding_backend",
-            "guided_whitespace_pattern",
-        ]
-    ),
 }
 
 
@@ -189,6 +173,7 @@ def build_params(
 ) -> SamplingParams:
     """SamplingParams of a decoded body. Raises ApiError for what only shows in combination."""
     chosen = {name: values[name] for name in SAMPLING_FIELDS if values.get(name) is not None}
+    chosen["structured"] = structured_output(values)
     try:
         return SamplingParams(**{**defaults.values, **chosen, **fixed})
     except ParamError as error:
@@ -222,15 +207,20 @@ def check_stream_options(values: dict[str, Any]) -> StreamOptions:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Token ids in `stop_token_ids` and `logit_bias` must exist in the model."""
-    for i, token_id in enumerate(params.stop_token_ids):
-        if token_id >= vocab_size:
-            raise ApiError(
-                400,
-                "invalid_token_id",
-                f"stop_token_ids[{i}] is {token_id}, but the vocabulary has {vocab_size} tokens",
-                f"stop_token_ids[{i}]",
-            )
+    """Token ids among the parameters must exist in the model."""
+    lists = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or [],
+    }
+    for name, token_ids in lists.items():
+        for i, token_id in enumerate(token_ids):
+            if token_id >= vocab_size:
+                raise ApiError(
+                    400,
+                    "invalid_token_id",
+                    f"{name}[{i}] is {token_id}, but the vocabulary has {vocab_size} tokens",
+                    f"{name}[{i}]",
+                )
     for token_id in params.logit_bias:
         if token_id >= vocab_size:
             raise invalid_value(
