@@ -25,15 +25,16 @@ class Constraints:
         """Parameters as the engine wants them. Raises PromptError naming the field."""
         if params.structured is not None:
             self._check_grammar(params.structured)
-            plain = StructuredOutput(params.structured.kind, params.structured.value)
-            params = msgspec.structs.replace(
-                params, structured=plain
-            )  # compiled once for all fields
+            params = msgspec.structs.replace(params, structured=anonymous(params.structured))
         if params.bad_words:
             ids = [spelling for word in params.bad_words for spelling in self.spellings(word)]
             params = msgspec.structs.replace(params, bad_word_ids=ids)
         self._check_something_is_left(params)
         return params
+
+    def is_known(self, structured: StructuredOutput) -> bool:
+        """Whether `resolve` need not compile it."""
+        return self.checker.knows(anonymous(structured))
 
     def spellings(self, word: str) -> list[list[int]]:
         """How a text is usually written in tokens, at the start of a text or word, and inside one."""
@@ -72,7 +73,7 @@ class Constraints:
                 structured.param,
             )
         try:
-            self.checker.check(StructuredOutput(structured.kind, structured.value))
+            self.checker.check(anonymous(structured))
         except GrammarError as error:
             raise PromptError(
                 400,
@@ -99,6 +100,11 @@ class Constraints:
                 "could be generated",
                 "allowed_token_ids",
             )
+
+
+def anonymous(structured: StructuredOutput) -> StructuredOutput:
+    """Without the field's name: the same grammar is compiled once, whoever asks for it."""
+    return StructuredOutput(structured.kind, structured.value)
 
 
 NAME_OF_KIND = {
