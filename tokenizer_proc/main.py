@@ -176,7 +176,7 @@ class TokenizerLoop:
 
     def _on_step(self, step: StepOutput) -> None:
         deltas, abort_ids = self.output.process(step)
-        if deltas.req_ids or deltas.started:
+        if deltas.req_ids or deltas.started or deltas.prompt_logprobs:
             self._send(self.replies, deltas)
         if abort_ids:
             self._send(
