@@ -139,6 +139,8 @@ def test_refused(argv: list[str], words: list[str]) -> None:
         (["--sse-keep-alive", "inf"], ["--sse-keep-alive inf"]),
         (["--kv-cache-gib", "inf"], ["--kv-cache-gib inf"]),
         (["--kv-cache-gib", "nan"], ["--kv-cache-gib nan"]),
+        (["--swap-space", "nan"], ["--swap-space nan"]),
+        (["--preemption-mode", "swap"], ["--preemption-mode swap", "--swap-space"]),
         (["--max-model-len", "inf"], ["--max-model-len inf", "8k"]),
         (["--max-model-len", "1e400k"], ["--max-model-len 1e400k", "8k"]),
         (["--max-model-len", "infk"], ["--max-model-len infk", "8k"]),

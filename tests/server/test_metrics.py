@@ -170,6 +170,9 @@ async def test_engine_statistics(site: Site) -> None:
         prefix_query_tokens=40,
         prefix_hit_tokens=16,
         preemptions=1,
+        num_host_blocks=8,
+        num_used_host_blocks=2,
+        num_swapped=1,
     )
     status = site.service.client.status
     await eventually(lambda: status.stats is not None and status.stats.num_running == 3)
@@ -181,13 +184,15 @@ async def test_engine_statistics(site: Site) -> None:
     assert found["vllm:generation_tokens_total"] == 20
     assert found["vllm:prefix_cache_hits_total"] == 16
     assert found["vllm:num_preemptions_total"] == 1
+    assert found["vllm:num_requests_swapped"] == 1
+    assert found["vllm:cpu_cache_usage_perc"] == 0.25
     assert found["vllm:iteration_tokens_total_sum"] == 60
     assert found["vllm:iteration_tokens_total_count"] == 2
     site.backend.stats(num_free_blocks=100, steps=3)
     await eventually(lambda: status.stats is not None and status.stats.num_running == 0)
     found = await samples(site)
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
-    assert found["vllm:kv_cache_usage_perc"] == 0
+    assert found["vllm:kv_cache_usage_perc"] == found["vllm:cpu_cache_usage_perc"] == 0
 
 
 def test_status_line_has_rates_of_the_interval() -> None:
