@@ -411,7 +411,7 @@ async def test_token_ids_and_names_by_id(client, tokenizer):
         c["choices"][0]["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c["choices"][0]
     ]
     assert told == [choice["prompt_token_ids"]]
-    assert sum((c["choices"][0]["token_ids"] for c in chunks), []) == choice["token_ids"]
+    assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == choice["token_ids"]
     plain = await client.post(TEXT, **body)
     assert "token_ids" not in plain["choices"][0]
     assert plain["choices"][0]["text"] == choice["text"]
@@ -424,7 +424,7 @@ async def test_token_ids_and_names_by_id(client, tokenizer):
     ]
     for choice in answer["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
-        assert sum((p.get("token_ids", []) for p in parts), []) == choice["token_ids"]
+        assert [i for p in parts for i in p.get("token_ids", [])] == choice["token_ids"]
         named = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert named == [f"token_id:{i}" for i in choice["token_ids"]]
 

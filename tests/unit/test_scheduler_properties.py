@@ -19,6 +19,7 @@ from tests.unit.toy_engine import (
     VOCAB,
     ToyEngine,
     undisturbed,
+    undisturbed_scores,
 )
 
 
@@ -34,12 +35,13 @@ def random_job(rng: random.Random, shared: list[list[int]]) -> Job:
     """Most prompts begin like others; lengths, limits and stops vary."""
     start = rng.choice(shared)[: rng.randrange(1, 30)] if rng.random() < 0.6 else []
     prompt = start + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
-    max_tokens = rng.choice([1, 2, rng.randrange(1, 25), rng.randrange(1, 25)])
+    max_tokens = rng.choice([0, 1, 2, *(rng.randrange(1, 25) for _ in range(4))])
     params = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=rng.randrange(max_tokens) if rng.random() < 0.2 else 0,
+        min_tokens=rng.randrange(max_tokens + 1) if rng.random() < 0.2 else 0,
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=[STOP_TOKEN] if rng.random() < 0.3 else [],
+        prompt_logprobs=0 if rng.random() < 0.3 else None,
     )
     return Job(prompt, params, rng.choice([0, 0, 0, 1, -1]), rng.choice(["", "", "tenant"]))
 
@@ -62,6 +64,10 @@ def random_engine(rng: random.Random, depth: int, check_invariants: bool = True)
 
 def expected(job: Job) -> list[int]:
     return undisturbed(job.prompt, job.params, MODEL_LEN)
+
+
+def expected_scores(job: Job) -> list[float]:
+    return [] if job.params.prompt_logprobs is None else undisturbed_scores(job.prompt)
 
 
 def serve(engine: ToyEngine, jobs: list[Job], rng: random.Random) -> None:
@@ -91,6 +97,7 @@ def test_tokens_are_those_of_an_undisturbed_request(batch: int) -> None:
             for req_id, job in enumerate(jobs):
                 completion = engine.completions[req_id]
                 assert completion.tokens == expected(job), f"seed {seed}, request {req_id}"
+                assert completion.scores == expected_scores(job), f"seed {seed}, request {req_id}"
                 assert completion.finish in (FinishReason.STOP, FinishReason.LENGTH)
             preemptions += engine.scheduler.preemptions
             hits += engine.scheduler.prefix_hit_tokens
@@ -179,6 +186,7 @@ def test_random_operations_keep_all_promises(
             assert completion.tokens == tokens[: len(completion.tokens)]
         else:
             assert completion.tokens == tokens
+            assert completion.scores == expected_scores(jobs[req_id])
 
 
 @pytest.mark.parametrize("wrong_block", ["foreign", "stale"])

@@ -23,7 +23,7 @@ from engine.api.messages import AbortReason, AddRequest, FinishReason, StepOutpu
 from engine.api.sampling import SamplingParams
 from engine.kv.host_tier import HostTier
 from engine.kv.manager import KVCacheManager
-from engine.plan import StepPlan, StepResult
+from engine.plan import SpanLogprobs, StepPlan, StepResult
 from engine.request import Request
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -36,6 +36,15 @@ MODEL_LEN = 64
 def next_token(tokens: np.ndarray) -> int:
     """The toy model: int32 [n] -> a token id that depends on all of them."""
     return crc32(tokens.tobytes()) % VOCAB
+
+
+def undisturbed_scores(prompt: list[int]) -> list[float]:
+    """The toy's log-probabilities of all prompt tokens but the first."""
+    return [score(np.array(prompt[:end], np.int32), prompt[end]) for end in range(1, len(prompt))]
+
+
+def score(before: np.ndarray, token: int) -> float:
+    return -float(crc32(before.tobytes(), token) % 1000)
 
 
 def undisturbed(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
@@ -87,11 +96,43 @@ class ToyRunner:
             if samples:
                 assert end == len(history), "sampled before the last known token"
                 sampled.append((row, next_token(read)))
+        scores = self._score(plan, spans)
         for row, token in sampled:
             history = self.history[row]
             assert history is not None
             history.append(token)
-        return StepResult(np.array([token for _, token in sampled], np.int32))
+        tokens = np.array([token for _, token in sampled], np.int32)
+        return StepResult(tokens, prompt_logprobs=scores)
+
+    def _score(self, plan: StepPlan, rows: list[tuple[int, int, bool]]) -> list[SpanLogprobs]:
+        """Prompt tokens, each from all before it, which the step has to have computed last."""
+        step = [  # (row, position) of each token of the step
+            (row, position)
+            for (row, end, _), count in zip(rows, plan.num_tokens.tolist(), strict=True)
+            for position in range(end - count, end)
+        ]
+        results = []
+        for span in plan.prompt_spans:
+            assert span.token_ids.size, "a span without tokens"
+            values = []
+            for (row, position), token in zip(
+                step[span.first_token :], span.token_ids.tolist(), strict=False
+            ):
+                history = self.history[row]
+                assert history is not None
+                assert history[position + 1] == token, "a span tells of a token not in its place"
+                values.append(score(self.kv[self._slots(row, 0, position + 1)], token))
+            n = len(values)
+            assert n == span.token_ids.size, "a span reaches beyond the step"
+            results.append(
+                SpanLogprobs(
+                    np.array(values, np.float32),
+                    np.ones(n, np.int32),
+                    np.zeros((n, 0), np.int32),
+                    np.zeros((n, 0), np.float32),
+                )
+            )
+        return results
 
     def _swap(self, plan: StepPlan) -> None:
         blocks = self.kv.reshape(-1, self.block_size)
@@ -158,6 +199,7 @@ class Completion:
     stop_token: int | None = None
     rejected: str | None = None
     num_cached: int = 0
+    scores: list[float] = field(default_factory=list)  # of prompt tokens from the second on
 
     @property
     def has_ended(self) -> bool:
@@ -310,6 +352,12 @@ class ToyEngine:
             completion.rejected = code
         for req_id, num_cached, _ in output.started:
             self.completions[req_id].num_cached = num_cached
+        for span in output.prompt_logprobs:
+            completion = self.completions[span.req_id]
+            assert not completion.tokens, "a prompt's log-probabilities come before tokens"
+            assert not completion.has_ended, f"request {span.req_id} spoke after its end"
+            assert span.first == 1 + len(completion.scores), "a prompt token left out or twice"
+            completion.scores += np.frombuffer(span.logprobs, np.float32).tolist()
         finished = {index: (reason, token) for index, reason, token in output.finished}
         assert len(finished) == len(output.finished)
         position = 0
