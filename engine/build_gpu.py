@@ -42,9 +42,13 @@ GRAPH_RESERVE_BYTES = GIB // 2  # graphs are captured after the cache is sized
 
 
 def kernel_config(
-    model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
+    model: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    arch: str | None = None,
 ) -> jit.KernelConfig:
-    """What selects the kernels of a model."""
+    """What selects the kernels of a model, for the current device or for any of `arch`."""
     layers = build_model(replace(model, max_model_len=1), dtype, torch.device("cpu"))  # no weights
     return jit.KernelConfig(
         dtype=dtype,
@@ -57,6 +61,7 @@ def kernel_config(
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
         softcaps=tuple(sorted({spec.softcap > 0 for spec in layers.attention_specs})),
+        arch=arch,
     )
 
 

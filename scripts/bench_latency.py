@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
@@ -63,6 +64,7 @@ def main() -> None:
             load_format="dummy" if args.model in SHAPES else "auto",
             device=args.device,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             enforce_eager=args.enforce_eager,
             enable_prefix_caching=False,
             max_num_seqs=max(args.batch, default=1),

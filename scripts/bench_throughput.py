@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
     driver = Driver(
@@ -45,6 +46,7 @@ def main() -> None:
             load_format="dummy" if args.model in SHAPES else "auto",
             device=args.device,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
     )
     figures: dict[str, float] = {}

@@ -48,7 +48,7 @@ def config_of(options: argparse.Namespace, arch: str) -> jit.KernelConfig:
     dtype = DTYPES[options.dtype or (model.dtype if model.dtype == "float16" else "bfloat16")]
     kv_dtype = KV_DTYPES[options.kv_cache_dtype] if options.kv_cache_dtype else dtype
     block_size = options.block_size or (64 if arch == "sm_90a" else 16)
-    return kernel_config(model, dtype, kv_dtype, block_size)
+    return kernel_config(model, dtype, kv_dtype, block_size, options.arch)
 
 
 def main() -> int:

@@ -60,6 +60,7 @@ class KernelConfig:
     intermediate_size: int
     vocab_size: int
     softcaps: tuple[bool, ...] = (False,)  # is attention soft-capped? Both, if layers differ
+    arch: str | None = None  # to compile for where that is not the current device's
 
 
 @dataclass

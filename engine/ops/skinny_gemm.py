@@ -40,20 +40,39 @@ PIECE = 512  # bytes that a warp loads at once
 ROW_TILES = (3, 2, 1)  # of 16 rows of W, largest first: x is read once for each tile
 MAX_STAGES = 6
 IN_FLIGHT = 56 * 1024  # bytes that an SM should have under way to keep the memory busy
+LEAST_SMEM_LIMIT = 99 * 1024  # bytes of shared memory for a block, of consumer cards
+SMEM_LIMITS = {"sm_80": 163 * 1024, "sm_87": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
 H200 = (132, 227 * 1024)  # SMs, shared memory of a block; assumed where there is no device
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What selects a kernel variant."""
+
+    row_tiles: int  # 16 rows of W each
+    column_tiles: int  # 8 rows of x each
+    stages: int
+    in_flight: int  # bytes, as far as they help
+    smem_bytes: int
+
+    @classmethod
+    def fit(cls, row_tiles: int, column_tiles: int, normed: bool, smem_limit: int) -> "Tiles":
+        """With as many stages as memory allows; fewer than 2 do not work."""
+        stage = WARPS * PIECE * (4 * row_tiles + 2 * column_tiles + 2 * normed)
+        sums = 2 * WARPS * 8 * column_tiles * (16 * row_tiles + 4 + normed) * 4
+        stages = min(MAX_STAGES, (smem_limit - sums) // stage)
+        in_flight = min(IN_FLIGHT, (stages - 1) * stage)
+        return cls(row_tiles, column_tiles, stages, in_flight, stages * stage + sums)
 
 
 @dataclass(frozen=True)
 class Plan:
     """How one product is cut up. The order of its sums depends on none of this."""
 
-    row_tiles: int  # 16 rows of W each
-    column_tiles: int  # 8 rows of x each
-    stages: int
+    tiles: Tiles
     grid: int
     block_rows: int  # outputs of a block
     tile_rows: int  # outputs of a tile
-    smem_bytes: int
 
 
 def skinny_gemm(
@@ -197,7 +216,7 @@ def prepare(
             f"skinny_gemm: {8 * column_tiles} rows do not fit into this device's {smem_limit} bytes of "
             "shared memory for a block; split them, or use torch's linear"
         )
-    spec = variant(plan, dtype, gated, normed)
+    spec = variant(plan.tiles, dtype, gated, normed)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes), plan
 
 
@@ -216,31 +235,25 @@ def make_plan(
     for limit in ROW_TILES:
         num_tiles = -(-block_rows // (limit * step))
         tile_rows = -(-block_rows // num_tiles)
-        row_tiles = -(-tile_rows // step)
-        stage = WARPS * PIECE * (4 * row_tiles + 2 * column_tiles + 2 * normed)
-        sums = 2 * WARPS * 8 * column_tiles * (16 * row_tiles + 4 + normed) * 4
-        stages = min(MAX_STAGES, (smem_limit - sums) // stage)
-        in_flight = min(IN_FLIGHT, (stages - 1) * stage)
-        if stages >= 2 and in_flight > best_in_flight:
-            best_in_flight = in_flight
-            grid = -(-n // block_rows)
-            smem = stages * stage + sums
-            best = Plan(row_tiles, column_tiles, stages, grid, block_rows, tile_rows, smem)
+        tiles = Tiles.fit(-(-tile_rows // step), column_tiles, normed, smem_limit)
+        if tiles.stages >= 2 and tiles.in_flight > best_in_flight:
+            best_in_flight = tiles.in_flight
+            best = Plan(tiles, -(-n // block_rows), block_rows, tile_rows)
     return best
 
 
-def variant(plan: Plan, dtype: torch.dtype, gated: bool, normed: bool) -> jit.VariantSpec:
+def variant(tiles: Tiles, dtype: torch.dtype, gated: bool, normed: bool) -> jit.VariantSpec:
     defines: dict[str, int] = {
         jit.scalar_define(dtype): 1,
-        "ROW_TILES": plan.row_tiles,
-        "COLUMN_TILES": plan.column_tiles,
-        "STAGES": plan.stages,
+        "ROW_TILES": tiles.row_tiles,
+        "COLUMN_TILES": tiles.column_tiles,
+        "STAGES": tiles.stages,
     }
     if gated:
         defines["GATED"] = 1
     if normed:
         defines["NORMED"] = 1
-    return jit.VariantSpec("skinny_gemm.cu", "skinny_gemm", defines, plan.smem_bytes)
+    return jit.VariantSpec("skinny_gemm.cu", "skinny_gemm", defines, tiles.smem_bytes)
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
@@ -251,17 +264,26 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
     qkv, gate_up = (heads + 2 * kv_heads) * config.head_dim, 2 * config.intermediate_size
     products = [(n, False, False) for n in (qkv, hidden, gate_up, config.vocab_size)]
-    num_sms, smem_limit = device_limits()
-    variants = []
+    variants: list[jit.VariantSpec] = []
     for column_tiles in sorted({column_tiles_for(m + 1) for m in range(DISPATCH_ROWS)}):
         for n, gated, normed in products:
-            plan = make_plan(column_tiles, n, gated, normed, num_sms, smem_limit)
-            if plan is None:
-                continue
-            spec = variant(plan, config.dtype, gated, normed)
-            if spec not in variants:
-                variants.append(spec)
+            for tiles in possible_tiles(config.arch, column_tiles, n, gated, normed):
+                spec = variant(tiles, config.dtype, gated, normed)
+                if spec not in variants:
+                    variants.append(spec)
     return variants
+
+
+def possible_tiles(
+    arch: str | None, column_tiles: int, n: int, gated: bool, normed: bool
+) -> list[Tiles]:
+    """That of the current device; for another `arch`, those of all its cards, however many SMs they have."""
+    if arch is None:
+        plan = make_plan(column_tiles, n, gated, normed, *device_limits())
+        return [] if plan is None else [plan.tiles]
+    smem_limit = SMEM_LIMITS.get(arch, LEAST_SMEM_LIMIT)
+    fits = [Tiles.fit(row_tiles, column_tiles, normed, smem_limit) for row_tiles in ROW_TILES]
+    return [tiles for tiles in fits if tiles.stages >= 2]
 
 
 def device_limits(device: int | None = None) -> tuple[int, int]:

@@ -80,10 +80,21 @@ def test_plans_cover_all_outputs_within_memory(num_sms: int, smem_limit: int) ->
             for gated in (False, True):
                 plan = op.make_plan(column_tiles, n, gated, False, num_sms, smem_limit)
                 assert plan is not None
-                assert plan.smem_bytes <= smem_limit
+                assert plan.tiles.smem_bytes <= smem_limit
                 assert plan.grid <= num_sms
                 assert (plan.grid - 1) * plan.block_rows < n <= plan.grid * plan.block_rows
-                assert plan.tile_rows <= plan.row_tiles * (8 if gated else 16)
+                assert plan.tile_rows <= plan.tiles.row_tiles * (8 if gated else 16)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_what_is_compiled_ahead_serves_every_card_of_an_architecture(arch: str) -> None:
+    smem_limit = op.SMEM_LIMITS.get(arch, op.LEAST_SMEM_LIMIT)
+    for n in (1, 576, 1152, 3584, 37888, 152064):
+        ahead = op.possible_tiles(arch, 1, n, False, False)
+        for num_sms in (20, 58, 108, 114, 132, 142):
+            plan = op.make_plan(1, n, False, False, num_sms, smem_limit)
+            assert plan is not None
+            assert plan.tiles in ahead
 
 
 def test_wrong_tensors_are_refused_with_a_remedy() -> None:
