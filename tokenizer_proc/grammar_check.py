@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -70,7 +71,8 @@ class GrammarChecker:
         if error is None:
             with self.lock:
                 error = self._ask(structured)
-                self.known[structured] = error
+                if error != TOO_COMPLEX:  # which may be the fault of a busy machine
+                    self.known[structured] = error
                 while len(self.known) > MOST_REMEMBERED:
                     self.known.popitem(last=False)
         if error:
@@ -84,9 +86,12 @@ class GrammarChecker:
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(BrokenPipeError):  # what it was sent and did not read
+                        pipe.close()
 
     def _ask(self, structured: StructuredOutput) -> str:
+        if self.child is not None and self.child.poll() is not None:
+            self.close()  # somebody killed it while it was idle
         if self.child is None:
             self._start()
         answer = self._exchange(structured, SECONDS)
