@@ -15,24 +15,18 @@ from scripts.loadtest import options
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 1 nothing could be measured; 2 wrong arguments; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compare"]:
+        return run_compare(argv[1:])
+    args = options.build_parser().parse_args(argv)
+    from scripts.loadtest.fleet import ClientFailed  # after --help, as these import aiohttp
+    from scripts.loadtest.run import run
+    from scripts.loadtest.selftest import run_self_test
+
     try:
-        if argv[:1] == ["compare"]:
-            return run_compare(argv[1:])
-        args = options.build_parser().parse_args(argv)
-        if args.self_test:
-            from scripts.loadtest.selftest import self_test
-
-            text, enough = self_test()
-            print(text)
-            return 0 if enough else 1
-        from scripts.loadtest.fleet import ClientFailed
-        from scripts.loadtest.run import run
-
-        try:
-            return run(args)
-        except ClientFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        return run_self_test() if args.self_test else run(args)
+    except ClientFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

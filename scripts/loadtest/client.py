@@ -30,7 +30,11 @@ def open_session(target: Target) -> aiohttp.ClientSession:
     """One connection for each request that is under way; none is queued in the client."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
-        headers={"Content-Type": "application/json", **target.headers},
+        headers={
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",  # what is read is not unpacked
+            **target.headers,
+        },
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
     )
@@ -76,7 +80,8 @@ async def attempt(
     except aiohttp.ConnectionTimeoutError as error:
         fail(record, "connect timeout", error)
     except aiohttp.ClientConnectorError as error:
-        fail(record, "connection refused", error.os_error or error)
+        refused = isinstance(error.os_error, ConnectionRefusedError)
+        fail(record, "connection refused" if refused else "cannot connect", error.os_error)
     except (aiohttp.ClientError, OSError) as error:
         # TimeoutError is an OSError, too, but asyncio.timeout raises it further out
         started = record.status == 200

@@ -21,6 +21,7 @@ from scripts.loadtest.watch import ServerInfo, Unreachable, Watch
 from scripts.loadtest.workload import Workload, read_dataset
 
 CLIENT_LIMIT_PERCENT = 90.0  # of a core: above, the client's own speed is part of the figures
+SHORT_ROUND_S = 1.0  # below, CPU use is that of connecting
 LATE_LIMIT_MS = 20.0  # open loop: requests sent later than planned
 SECRET = {"api_key", "header"}
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)
@@ -82,6 +83,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
         levels = [Level("open", rate) for rate in args.rate]
     else:
         levels = [Level("closed", n) for n in args.concurrency or DEFAULT_CONCURRENCY]
+        most = max(level.value for level in levels)
+        if args.requests is not None and args.requests < most:
+            raise ValueError(
+                f"--requests {args.requests} keeps fewer than {most:g} clients busy: give at least "
+                f"{most:g}, better four times as many, or a lower --concurrency"
+            )
     target = Target(base + path, headers, args.timeout, args.retries)
     return Plan(args, info, target, workload, list(dict.fromkeys(levels)))
 
@@ -117,12 +124,13 @@ def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 if no request of the whole run succeeded; 130 after Ctrl-C."""
     try:
         plan = make_plan(args)
+        server = plan.info.describe()
     except (ValueError, OSError, Unreachable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, Unreachable) else 2
     found = RunResult(
         settings_of(plan),
-        server=plan.info.describe(),
+        server,
         levels=[LevelResult(level) for level in plan.levels],
         when=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -203,6 +211,7 @@ def client_notes(found: RunResult) -> list[str]:
         level.level.name: cpu
         for level in found.measured
         if (cpu := level.value("client_cpu_percent") or 0.0) > CLIENT_LIMIT_PERCENT
+        and (level.value("duration_s") or 0.0) >= SHORT_ROUND_S
     }
     notes = []
     if busy:

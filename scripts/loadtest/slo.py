@@ -31,6 +31,10 @@ class Slo:
                 )
         return cls(limits)
 
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        return ",".join(f"{name}:{limit:g}" for name, limit in self.limits.items())
+
     def is_met(self, record: Record) -> bool:
         """A failed request meets none; what a short answer does not have, it does not violate."""
         if record.error is not None:

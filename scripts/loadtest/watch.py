@@ -1,5 +1,6 @@
 """What the server tells about itself: its model, version and settings, and /metrics during a round."""
 
+import http.client
 import json
 import re
 import ssl
@@ -11,6 +12,7 @@ from typing import Any
 
 PERIOD_S = 1.0
 PATIENCE_S = 3.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load: by no proxy
 
 # Figure -> metric names of several servers. All samples of the first name that is there are summed.
 GAUGES = {
@@ -35,24 +37,31 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """GET requests with the headers of the test. None where the server has no such page."""
+    """GET requests with the headers of the test."""
 
     base: str
     headers: dict[str, str] = field(default_factory=dict, repr=False)
 
     def get(self, path: str) -> bytes | None:
-        """The body of a 200. Raises Unreachable if there is no connection."""
+        """The body of a 200; None if there is no such page, or it takes too long.
+
+        Raises Unreachable if there is no connection.
+        """
         request = urllib.request.Request(self.base + path, headers=self.headers)
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            with DIRECT.open(request, timeout=PATIENCE_S) as response:
                 body: bytes = response.read()
                 return body
         except urllib.error.HTTPError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                return None
             if isinstance(reason, ssl.SSLError):
                 raise Unreachable(f"TLS to {self.base} fails: {reason}") from None
+            if isinstance(reason, http.client.HTTPException):
+                raise Unreachable(f"what answers at {self.base} is no HTTP server") from None
             raise Unreachable(
                 f"nothing answers at {self.base} ({reason}): is the server started, "
                 "and are --url's host and port its own?"
@@ -132,7 +141,8 @@ class Watch(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self.ended.set()
         self.join(2 * PATIENCE_S)
-        self.look()
+        if self.seen:
+            self.look()
 
     def run(self) -> None:
         while self.seen and not self.ended.wait(PERIOD_S):  # a server without metrics: never again

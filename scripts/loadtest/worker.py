@@ -7,6 +7,7 @@ parent ◄──Outcome── worker    once for each job
 
 import asyncio
 import gc
+import resource
 import signal
 import time
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Outcome:
 def worker_main(pipe: Connection, target: Target, workload: Workload) -> None:
     """Serve jobs until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one file handle for each connection
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             while True:

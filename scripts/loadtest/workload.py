@@ -53,6 +53,13 @@ class Lengths:
             raise ValueError(f"{text!r}: lengths begin at 1, and LOW is not above HIGH")
         return cls(kind, *values)
 
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        if self.kind == "fixed":
+            return f"{self.a:g}"
+        most = "" if self.most == float("inf") else f":{self.most:g}"
+        return f"{self.kind}:{self.a:g}:{self.b:g}{most}"
+
     def draw(self, rng: random.Random) -> int:
         match self.kind:
             case "uniform":

@@ -204,9 +204,10 @@ def test_some_errors_leave_the_rest_measured(stub: OpenAIStub, tmp_path: Path, c
 def test_a_dead_server_is_named_at_once(tmp_path: Path, capsys: Any) -> None:
     with OpenAIStub() as stub:
         pass
-    code, found = bench(stub, tmp_path)
-    assert (code, found) == (1, {})
-    assert f"nothing answers at {stub.url}" in capsys.readouterr().err
+    for flags in ((), ("--model", "m")):
+        code, found = bench(stub, tmp_path, *flags)
+        assert (code, found) == (1, {})
+        assert f"nothing answers at {stub.url}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,7 @@ def test_a_dead_server_is_named_at_once(tmp_path: Path, capsys: Any) -> None:
         (("--shared-prefix", "2"), "from 0 to 1"),
         (("--endpoint", "chat", "--prompts", "ids", "--model", "m"), "chat takes no token ids"),
         (("--url", "localhost:8000"), "http://"),
+        (("--concurrency", "9", "--requests", "4", "--model", "m"), "fewer than 9 clients busy"),
         (("--dataset", "/nowhere.jsonl", "--model", "m"), "/nowhere.jsonl"),
     ],
 )
@@ -313,8 +315,9 @@ def test_a_busy_client_is_named_as_the_limit() -> None:
         return LevelResult(Level("closed", value), [Round(dict(values))])
 
     calm = level(4, client_cpu_percent=40.0, late_p99_ms=1.0)
-    busy = level(64, client_cpu_percent=97.0, late_p99_ms=80.0)
-    assert client_notes(RunResult(levels=[calm])) == []
+    busy = level(64, client_cpu_percent=97.0, late_p99_ms=80.0, duration_s=5.0)
+    short = level(8, client_cpu_percent=97.0, duration_s=0.1)
+    assert client_notes(RunResult(levels=[calm, short])) == []
     notes = client_notes(RunResult(levels=[calm, busy]))
     assert "limit at concurrency 64 (97% of a core)" in notes[0]
     assert "--processes" in notes[0]

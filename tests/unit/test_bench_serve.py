@@ -106,6 +106,7 @@ def test_an_interrupted_round_counts_only_alone() -> None:
 
 def test_goodput_counts_requests_within_all_limits() -> None:
     slo = Slo.parse("ttft:500, itl:150")
+    assert str(slo) == "ttft:500,itl:150"
     good = record(0.0, 0.4, 0.5, 0.6)
     late = record(0.0, 0.6, 0.7)
     slow = record(0.0, 0.4, 0.5, 0.9)
@@ -158,6 +159,8 @@ def test_lengths_follow_their_distributions() -> None:
     assert statistics.fmean(lognormal) == pytest.approx(300 * math.exp(0.125), rel=0.03)
     assert max(draws("lognormal:300:2:400")) == 400
     assert min(draws("normal:2:10")) == 1
+    for text in ("512", "uniform:10:20", "normal:500:50", "lognormal:300:0.5:400"):
+        assert str(Lengths.parse(text)) == text
 
 
 @pytest.mark.parametrize(
