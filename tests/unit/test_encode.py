@@ -52,7 +52,14 @@ LIMITS = limits()
 
 
 def make(
-    prompt, limits=LIMITS, encoder=ENCODER, default_seed=0, want_text=False, salt="", **params
+    prompt,
+    limits=LIMITS,
+    encoder=ENCODER,
+    default_seed=0,
+    want_text=False,
+    salt="",
+    clamp=False,
+    **params,
 ):
     generate = Generate(
         req_id=10,
@@ -62,6 +69,7 @@ def make(
         priority=3,
         cache_salt=salt,
         want_prompt_text=want_text,
+        clamp_max_tokens=clamp,
     )
     return prepare(encoder, generate, limits, default_seed)
 
