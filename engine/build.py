@@ -252,6 +252,7 @@ def account(engine: Engine) -> list[str]:
             f"{min(1024, r.max_model_len)}",
         ),
         ("swap space", swap_space_line(r)),
+        ("attention", engine.loop.runner.attention.kernels),
         ("prefix caching", "on" if engine.config.enable_prefix_caching else "off"),
         ("overlap", f"{'on' if r.overlap else 'off'} ({r.reasons['overlap']})"),
     ]

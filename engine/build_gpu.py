@@ -26,6 +26,8 @@ from engine.models.decoder import build_model
 from engine.ops import jit
 from engine.ops.kernel_list import kernel_specs
 from engine.ops.nvrtc import KernelBuildError
+from engine.ops.plan_decode import MAX_BATCH
+from engine.ops.sample_cuda import MAX_VOCAB
 from engine.plan import RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks
 from engine.runner.device_inputs import DeviceInputs
@@ -65,13 +67,35 @@ def kernel_config(
     )
 
 
+def check_kernels_fit(model: ModelConfig, resolved: Resolved) -> None:
+    """Raises ConfigError for shapes that no kernel takes, before anything is loaded."""
+    head_dim, rows = model.head_dim, resolved.max_num_seqs
+    if resolved.dtype is not torch.float32:
+        if head_dim % 16 or head_dim > 256:
+            raise ConfigError(
+                f"{model.path}: head_dim is {head_dim}; a GPU's attention kernels take multiples of 16 "
+                "up to 256. Use --device cpu, or --dtype float32, which is slow but takes any"
+            )
+        if rows > MAX_BATCH:
+            raise ConfigError(
+                f"--max-num-seqs {rows}: a decode step on a GPU takes up to {MAX_BATCH} requests"
+            )
+    if model.vocab_size > MAX_VOCAB:
+        raise ConfigError(
+            f"{model.path}: vocab_size is {model.vocab_size}; a GPU's sampling kernels take up to "
+            f"{MAX_VOCAB}. Use --device cpu"
+        )
+
+
 def compile_kernels(
     config: EngineConfig, model: ModelConfig, resolved: Resolved, progress: Progress
 ) -> None:
     """Have all kernels of this model in the cache, compiling what is missing.
 
-    Raises ConfigError (75) if one does not compile, or must not be compiled and is not there.
+    Raises ConfigError if a kernel does not take this model's shape (2), and (75) if one does not
+    compile, or must not be compiled and is not there.
     """
+    check_kernels_fit(model, resolved)
     if resolved.dtype is torch.float32:
         torch.set_float32_matmul_precision("highest")  # TF32 has 10 bits
         logger.warning(

@@ -217,6 +217,10 @@ def decide_block_size(r: Resolved, config: EngineConfig) -> None:
         is_hopper = r.is_gpu and torch.cuda.get_device_capability(r.device)[0] == 9
         reason = "auto: Hopper's copy engine prefers it" if is_hopper else "auto"
         r.set("block_size", 64 if is_hopper else 16, reason)
+    elif r.is_gpu and config.block_size == 8:
+        raise ConfigError(
+            "--block-size 8: a GPU's kernels take 16, 32, 64 or 128; leave the flag out for the best"
+        )
     elif config.block_size in BLOCK_SIZES:
         r.set("block_size", config.block_size, "flag")
     else:

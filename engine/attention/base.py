@@ -120,6 +120,7 @@ class AttentionBackend(Protocol):
     """Paged attention over a KV cache. One object serves all layers of a model."""
 
     kv: KVCache
+    kernels: str  # what computes, and why; for people
 
     def plan(self, inputs: StepInputs, specs: list[AttentionSpec]) -> None:
         """Host-side preparation, once per step (`specs`: the distinct ones of the model)."""

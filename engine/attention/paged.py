@@ -79,8 +79,15 @@ class PagedAttention:
             limits, max_batch, spec.num_heads, spec.head_dim, device
         )
         self.min_hopper_queries = 1 << 30  # never
+        self.kernels = "paged_decode, paged_prefill"
         if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
             self.min_hopper_queries = 1 if deterministic else MIN_HOPPER_QUERIES
+            self.kernels += f", from {self.min_hopper_queries} tokens on paged_prefill_sm90"
+        elif arch == "sm_90a":
+            self.kernels += (
+                f" (paged_prefill_sm90 takes no head size {spec.head_dim} over a cache of {kv_dtype} "
+                f"in blocks of {kv.block_size})"
+            )
         self.num_decodes = 0
         self.num_tokens = 0  # without padding
         self.prefill: PrefillPlan | None = None

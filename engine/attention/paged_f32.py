@@ -18,6 +18,7 @@ class PagedAttentionF32:
 
     def __init__(self, kv: KVCache, device: torch.device) -> None:
         self.kv = kv
+        self.kernels = "paged_attention_f32, for checking numbers"
         self.device = device
         none = torch.zeros(0, dtype=torch.int32, device=device)
         self.rows, self.lens = none, none  # int32 [tokens] of the step, without padding

@@ -49,6 +49,9 @@ class ReferenceAttention:
     def __init__(self, kv: KVCache, dtype: torch.dtype | None = None) -> None:
         """`dtype`: of queries and arithmetic, if it is not the cache's."""
         self.kv = kv
+        self.kernels = "torch"
+        if kv.k[0].dtype.itemsize == 1:
+            self.kernels += ", through copies of the 8-bit cache in the model's dtype"
         self.spans: dict[int | None, list[Span]] = {}  # by sliding window
         self.dtype = dtype or kv.k[0].dtype
         # head-major views [Hkv, num_blocks, block_size, D]

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from engine.api.config import ConfigError, EngineConfig
+from engine.build_gpu import check_kernels_fit, kernel_config
+from engine.memory import GpuMemory, kv_block_bytes
 from engine.models.config import ModelConfig
+from engine.ops.kernel_list import kernel_specs
 from engine.resolve import decide_num_blocks, resolve
 from tests.engine_cpu.tiny_models import make_tiny
 
@@ -92,3 +95,71 @@ def test_model_of_one_position_is_refused(model):
 def test_dtype_flag_wins(model):
     assert resolve(EngineConfig(dtype="float32"), model).dtype is torch.float32
     assert resolve(EngineConfig(dtype="bfloat16"), model).dtype is torch.bfloat16
+
+
+# --- a GPU's decisions, as if there were one ---
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def test_kv_cache_dtype_follows_the_model_or_the_flag(model, hopper):
+    auto = resolve(EngineConfig(dtype="float16"), model)
+    assert auto.kv_dtype is torch.float16
+    fp8 = {
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+    for name, dtype in fp8.items():
+        config = EngineConfig(dtype="float16", kv_cache_dtype=name, num_blocks=100)
+        resolved = resolve(config, model)
+        assert (resolved.kv_dtype, resolved.reasons["kv_dtype"]) == (dtype, "flag")
+        assert kv_block_bytes(model, 16, dtype) * 2 == kv_block_bytes(model, 16, auto.dtype)
+
+
+def test_float32_on_a_gpu_is_taken_only_when_asked_for(model, hopper):
+    assert model.dtype == "float32"
+    assert resolve(EngineConfig(), model).dtype is torch.bfloat16
+    asked = resolve(EngineConfig(dtype="float32"), model)
+    assert (asked.dtype, asked.kv_dtype) == (torch.float32, torch.float32)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: with --dtype float32"):
+        resolve(EngineConfig(dtype="float32", kv_cache_dtype="fp8"), model)
+    with pytest.raises(ConfigError, match="--block-size 8: a GPU"):
+        resolve(EngineConfig(block_size=8), model)
+
+
+def test_shapes_that_no_kernel_takes_are_refused(model, hopper):
+    resolved = resolve(EngineConfig(), model)
+    check_kernels_fit(model, resolved)
+    for change, words in (
+        ({"head_dim": 40}, "head_dim is 40.*--dtype float32"),
+        ({"head_dim": 512}, "head_dim is 512"),
+        ({"vocab_size": 2**20}, "vocab_size is 1048576"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_kernels_fit(replace(model, **change), resolved)
+    resolved.dtype = torch.float32
+    check_kernels_fit(replace(model, head_dim=40), resolved)
+
+
+def test_soft_caps_of_a_model_select_its_kernels(model):
+    plain = kernel_config(model, torch.bfloat16, torch.bfloat16, 16)
+    assert plain.softcaps == (False,)
+    specs = kernel_specs(replace(plain, softcaps=(True,)))
+    capped = [s.source for s in specs if "SOFTCAP" in s.defines]
+    assert set(capped) == {
+        "paged_decode.cu",
+        "paged_prefill.cu",
+    }  # no Hopper kernel for heads of 16
+    assert len(specs) == len(kernel_specs(plain))
+
+
+def test_the_account_of_a_gpus_memory_sums_to_the_whole():
+    memory = GpuMemory(1000, 10, 300, 50, kv_cache=400, graphs=7, reserve=100, sampling_tables=20)
+    rows = dict(memory.rows())
+    assert sum(rows.values()) == 1000
+    assert rows["unaccounted"] == 1000 - 10 - 300 - 50 - 400 - 7 - 100 - 20
