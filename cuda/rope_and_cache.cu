@@ -57,7 +57,7 @@ DEV void store_kv(kv_t* p, const float (&x)[8], float inverse_scale) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)
-rope_and_cache(const scalar_t* __restrict__ qkv,  // [T, num_heads + 2 * num_kv_heads, HEAD_DIM]
+rope_and_cache(const scalar_t* qkv,  // [T, num_heads + 2 * num_kv_heads, HEAD_DIM]
                const void* __restrict__ cos,      // [T, >= HALF], angle_stride elements from row to row
                const void* __restrict__ sin,      // likewise
                const i64* __restrict__ slots,     // [T]

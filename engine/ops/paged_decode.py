@@ -243,11 +243,13 @@ class Shape:
         tile_bytes = 2 * TILE * row_stride(row_bytes)
         query_bytes = head_dim // 16 * 512 if head_dim > QUERY_IN_SMEM_ABOVE else 0
         if arch == "sm_90a":
-            blocks = 1 if row_bytes > 256 else 2 if row_bytes > 128 or head_dim > 128 else 3
+            blocks = 1 if row_bytes > 256 else 2
             budget = 228 * 1024 // blocks - 1024
         else:  # 82 KB fit twice into an A100, once into the others
             blocks, budget = 2 if row_bytes <= 256 else 1, 81 * 1024
         num_warps = 4 if 4 * 2 * tile_bytes + query_bytes <= budget else 2
+        if arch == "sm_90a" and tile_bytes <= 4096 and kv_dtype.itemsize == 2:
+            num_warps = 8  # eight warps' registers would not hold an 8-bit cache's conversions
         stages = min(6, (budget - query_bytes) // (num_warps * tile_bytes))
         # at the end: the warps' sums or the weights of a row's parts, maxima, denominators, a flag
         sums = 4 * (max(num_warps * TILE * (head_dim + 8), TILE * MAX_PARTS) + 2 * num_warps * TILE)

@@ -11,6 +11,7 @@ rows up to the graph's size are the dummy row 0. Graphs are captured largest fir
 smaller ones fit into the memory of the first.
 """
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -83,8 +84,19 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[float, str], None]) -> None:
         """Capture all sizes. Before it, one eager decode step must have run (kernels loaded)."""
-        pool = None
         stream = torch.cuda.Stream()
+        gc.collect()
+        gc.disable()  # the end of some other graph, found in the middle, would invalidate a capture
+        try:
+            self.capture_sizes(stream, progress)
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
+
+    def capture_sizes(
+        self, stream: torch.cuda.Stream, progress: Callable[[float, str], None]
+    ) -> None:
+        pool = None
         for done, size in enumerate(reversed(self.sizes)):
             progress(done / len(self.sizes), f"batch {size}")
             with torch.cuda.stream(stream):
@@ -95,7 +107,6 @@ class DecodeGraphs:
                 self.logits[size] = self.body(size)
             pool = graph.pool()
             self.graphs[size] = graph
-        torch.cuda.synchronize()
 
     def body(self, size: int) -> Tensor:
         prepare_decode(
