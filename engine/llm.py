@@ -362,6 +362,8 @@ def make_config(model: str, tokenizer: str, settings: dict[str, Any]) -> EngineC
             chosen[name] = str(value) if name == "max_model_len" else value
     if chosen.get("max_model_len") == "None":
         chosen["max_model_len"] = "auto"
+    if chosen.get("preemption_mode", "") is None:  # vLLM's default
+        del chosen["preemption_mode"]
     return EngineConfig(model=model, tokenizer=tokenizer, **chosen)
 
 

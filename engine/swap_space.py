@@ -27,7 +27,7 @@ def check_free(space: float, free: int) -> None:
 def decide_host_blocks(r: Resolved, config: EngineConfig) -> None:
     """How many blocks the host's memory holds; once the size of a block is known.
 
-    Raises ConfigError where that is none, or where a CPU's KV cache leaves too little memory.
+    Raises ConfigError where that is none, or where weights and cache have left too little memory.
     """
     space = config.swap_space
     if space == 0:
@@ -38,8 +38,8 @@ def decide_host_blocks(r: Resolved, config: EngineConfig) -> None:
         reason = "none: without prefix caching only --preemption-mode swap has a use for it"
         r.set("num_host_blocks", 0, reason)
         return
-    if not r.is_gpu:  # its pages are taken only when they are written
-        check_free(space, available_memory_bytes() - r.num_blocks * r.block_bytes)
+    promised = 0 if r.is_gpu else r.num_blocks * r.block_bytes  # a CPU's cache, not written to yet
+    check_free(space, available_memory_bytes() - promised)
     count = int(space * GIB) // r.block_bytes
     if count == 0:
         raise ConfigError(
@@ -60,7 +60,7 @@ def add_host_blocks(runner: ModelRunner, r: Resolved, config: EngineConfig) -> N
     """Take the memory, and pin it if the cache is on a GPU. Raises ConfigError if that fails."""
     try:
         runner.host_blocks = HostBlocks(runner.attention.kv, r.num_host_blocks)
-    except (MemoryError, RuntimeError) as error:
+    except MemoryError as error:
         raise ConfigError(
             f"--swap-space {config.swap_space:g}: the memory could not be taken ({error}); use less, or 0",
             exit_code=75,

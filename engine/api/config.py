@@ -225,10 +225,12 @@ def parse_length(text: str, flag: str = "--max-model-len") -> int | None:
 
 def check_swap(config: EngineConfig) -> None:
     """Raises ConfigError for a --swap-space out of range, or too small for the --preemption-mode."""
-    space = config.swap_space
+    space, mode = config.swap_space, config.preemption_mode
+    if mode not in ("recompute", "swap"):
+        raise ConfigError(f"--preemption-mode {mode}: expected recompute or swap")
     if not 0 <= space <= MOST_GIB:
         raise ConfigError(f"--swap-space {space:g}: expected GiB, from 0 (none) to {MOST_GIB}")
-    if config.preemption_mode == "swap" and space == 0:
+    if mode == "swap" and space == 0:
         raise ConfigError(
             "--preemption-mode swap needs host memory for KV blocks: add --swap-space with a size in "
             "GiB, such as 4, or leave the mode at recompute"

@@ -33,7 +33,7 @@ class HostBlocks:
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
-        """Raises RuntimeError if the driver does not pin the memory."""
+        """Raises MemoryError if there is too little memory, or if the driver does not pin it."""
         self.caches = [*kv.k, *kv.v]
         first = self.caches[0]
         self.device = first.device
@@ -90,7 +90,7 @@ def pin(memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE_AND_MAPPED)
     )
     if code != 0:
-        raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes failed with error {code}")
+        raise MemoryError(f"cudaHostRegister of {memory.numel()} bytes failed with error {code}")
 
 
 def unpin(memory: Tensor) -> None:

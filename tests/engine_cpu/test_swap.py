@@ -143,6 +143,7 @@ def test_an_abort_while_swapped_out_frees_the_host(tiny):
     ("settings", "words", "code"),
     [
         ({"preemption_mode": "swap"}, ["--preemption-mode swap", "--swap-space"], 2),
+        ({"preemption_mode": "drop"}, ["--preemption-mode drop", "recompute or swap"], 2),
         ({"swap_space": -1.0}, ["--swap-space -1", "0 (none)"], 2),
         ({"swap_space": float("nan")}, ["--swap-space nan"], 2),
         ({"swap_space": 1e-9}, ["--swap-space 1e-09", "none fits"], 2),
