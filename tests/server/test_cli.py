@@ -152,7 +152,6 @@ def test_refused(argv: list[str], words: list[str]) -> None:
         (["--seed", str(2**63)], ["--seed"]),
         (["--block-size", "7"], ["--block-size 7", "8, 16, 32, 64, 128"]),
         (["--device", "cpu", "--dtype", "half"], ["--dtype half", "bfloat16"]),
-        (["--device", "cuda", "--dtype", "float32"], ["--dtype float32", "bfloat16"]),
     ],
 )
 def test_contradictions(argv: list[str], words: list[str]) -> None:
@@ -252,6 +251,23 @@ def test_empty_config_file(tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
     file.write_text(text)
     assert parse(["--config", str(file)]) == parse([])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("enable-log-requests: true", "on"),
+        ("disable-log-requests: true", "off"),
+        ("enable_log_requests: false", "off"),
+        ("log-requests: on", "on"),
+        ("log-requests: prompts", "prompts"),
+    ],
+)
+def test_log_requests_in_a_file(tmp_path: Path, text: str, value: str) -> None:
+    """vLLM's names of it as well."""
+    file = tmp_path / "c.yaml"
+    file.write_text(text + "\n")
+    assert parse(["--config", str(file)])[0].log_requests == value
 
 
 def test_words_that_yaml_takes_for_truth(tmp_path: Path) -> None:
