@@ -25,7 +25,6 @@ LOCAL_ONLY = "models are read from local directories; nothing is downloaded by n
 NO_LORA = "LoRA adapters are not supported"
 NO_SPECULATION = "speculative decoding is not supported"
 NO_MULTIMODAL = "text models only"
-NO_TOOLS = "tool calls are not supported"
 PROXY = "put a reverse proxy such as nginx in front for that"
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
@@ -75,10 +74,10 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--limit-mm-per-prompt": ForeignFlag(NO_MULTIMODAL),
     "--mm-processor-kwargs": ForeignFlag(NO_MULTIMODAL),
     "--allowed-local-media-path": ForeignFlag(NO_MULTIMODAL),
-    "--enable-auto-tool-choice": switch(NO_TOOLS),
-    "--tool-call-parser": ForeignFlag(NO_TOOLS),
-    "--enable-reasoning": switch("reasoning is not separated from the text"),
-    "--reasoning-parser": ForeignFlag("reasoning is not separated from the text"),
+    "--enable-auto-tool-choice": switch("", accepted=True),
+    "--exclude-tools-when-tool-choice-none": switch("", accepted=True),
+    "--tool-parser-plugin": ForeignFlag("there are no plug-ins; see --tool-call-parser"),
+    "--enable-reasoning": switch("", accepted=True),
     "--response-role": ForeignFlag("answers have the role assistant", ("assistant",)),
     "--chat-template-content-format": ForeignFlag("found out from the template", ("auto",)),
     "--root-path": ForeignFlag(f"paths are served as they are: {PROXY}"),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from server.answer.call_json import Begun, Complete, Incomplete, NotACall, read_call
+from server.answer.call_json import Begun, Complete, Incomplete, NotACall, read_call, skip_space
 
 Reader = Callable[[str, int, bool], Begun | Complete]
 
@@ -66,20 +66,31 @@ class CallFormat:
         )
 
 
-NAMED_ARGUMENTS = re.compile(r"([\w.-]+)\s*(\[ARGS\])?\s*")
+NAME = re.compile(r"[\w.-]+\s*")
+CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 
 
 def read_mistral(text: str, at: int, is_marked: bool) -> Begun | Complete:
-    """Newer models write `name[ARGS]{...}` where older ones write a list of JSON objects."""
+    """Newer models write `name[ARGS]{...}` where older ones write a list of JSON objects.
+
+    Some have `[CALL_ID]` and an id before `[ARGS]`.
+    """
     if at < len(text) and text[at] == "{":
         return read_call(text, at, is_marked)
-    found = NAMED_ARGUMENTS.match(text, at)
+    found = NAME.match(text, at)
     if found is None:
         raise Incomplete if at >= len(text) else NotACall
-    rest = text[found.end() :]
-    if rest.startswith("{"):
-        return Begun(found[1], found.end(), is_member=False)
-    if "[ARGS]".startswith(rest) and (not rest or found[2] is None):
+    at = found.end()
+    if text.startswith(CALL_ID, at):
+        at = text.find("[", at + len(CALL_ID))
+        if at < 0:
+            raise Incomplete
+    if text.startswith(ARGS, at):
+        at = skip_space(text, at + len(ARGS))
+    if text.startswith("{", at):
+        return Begun(found[0].rstrip(), at, is_member=False)
+    rest = text[at:]
+    if CALL_ID.startswith(rest) or ARGS.startswith(rest):
         raise Incomplete
     raise NotACall
 
@@ -105,7 +116,7 @@ LLAMA3_JSON = CallFormat(
 MISTRAL = CallFormat(
     "mistral",
     begin=("[TOOL_CALLS]",),
-    special=("[TOOL_CALLS]", "[ARGS]"),
+    special=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     read=read_mistral,
     before_all="[TOOL_CALLS][",
     between=", ",
@@ -114,18 +125,24 @@ MISTRAL = CallFormat(
 )
 JSON = CallFormat("json", bare="{[", before_all="[", between=", ", after_all="]")
 
+HERMES_EXAMPLES = (  # as templates show them to the model
+    '{"name": <function-name>, "arguments": <args-json-object>}',
+    '{"arguments": <args-dict>, "name": <function-name>}',
+    '{"name": <function-name>, "arguments": <args-dict>}',
+)
 FORMATS = {fmt.name: fmt for fmt in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
 
 
 def detect(template: str) -> CallFormat | None:
     """The format that a chat template asks of its model, if that is beyond doubt."""
-    if "tools" not in template:
+    plain = template.replace("\\", "")  # of escapes in its strings
+    if "tools" not in plain:
         return None
     found = []
-    if '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}' in template:
+    if "<tool_call>" in plain and any(example in plain for example in HERMES_EXAMPLES):
         found.append(HERMES)
-    if "[TOOL_CALLS]" in template and "[AVAILABLE_TOOLS]" in template:
+    if "[TOOL_CALLS]" in plain and "[AVAILABLE_TOOLS]" in plain:
         found.append(MISTRAL)
-    if '{"name": function name, "parameters": dictionary of argument name' in template:
+    if '{"name": function name, "parameters": dictionary of argument name' in plain:
         found.append(LLAMA3_JSON)
     return found[0] if len(found) == 1 else None

@@ -75,6 +75,7 @@ class Script:
     delay_s: float = 0.0  # before each piece
     tokens_per_piece: int = 1
     logprobs: list[TokenLogprobText] | None = None  # one for each piece
+    prompt_end: str = ""  # of the rendered chat
 
 
 class FakeBackend(threading.Thread):
@@ -88,6 +89,7 @@ class FakeBackend(threading.Thread):
         self.finished: set[int] = set()
         self.call_error: tuple[int, str, str] | None = None  # status, code, message for calls
         self.tokenizes: list[Tokenize] = []
+        self.chat_template = ""  # what `ready` tells of it
         self.hold_calls = False  # never answer Tokenize
         self.controls: list[Control] = []
         self.control_answer: tuple[bool, str] = (True, "done")
@@ -110,7 +112,12 @@ class FakeBackend(threading.Thread):
     # --- called by tests ------------------------------------------------------------------------
 
     def ready(self) -> None:
-        self.send("replies", TokenizerReady(limits=LIMITS, has_chat_template=True))
+        self.send(
+            "replies",
+            TokenizerReady(
+                limits=LIMITS, has_chat_template=True, chat_template=self.chat_template
+            ),
+        )
         self.state(Phase.SERVING, 1.0)
 
     def state(self, phase: Phase, progress: float, loop_count: int = 1, detail: str = "") -> None:
@@ -223,6 +230,7 @@ class FakeBackend(threading.Thread):
                 req_id=generate.req_id,
                 num_prompt_tokens=prompt_tokens,
                 prompt_text=script.prompt_text if generate.want_prompt_text else None,
+                prompt_end=script.prompt_end,
             ),
             at,
         )
