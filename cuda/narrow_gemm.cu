@@ -186,6 +186,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
 
   int done = 0, stage = 0;  // chunks multiplied so far, and where the next one lies
   for (int tile = cluster; tile < num_tiles; tile += num_clusters) {
+    const int first = tile * tile_rows, count = min(tile_rows, n - first);
     Sums sums = {};
     for (int i = 0; i < my_chunks; i++, done++) {
       copy_async_wait<STAGES - 2>();
@@ -197,14 +198,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
         next.advance(first_chunk, last_chunk, num_clusters);
       }
       copy_async_commit();
-      multiply(ring + stage * STAGE, warp_n, warp_k, lane, sums);
+      if (warp_n * WARP_ROWS < count) multiply(ring + stage * STAGE, warp_n, warp_k, lane, sums);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     add_over_warps(sums, exchange + warp_n * FRAGMENTS * SLOTS * 32 + lane, warp_k);
     cluster_sync();
 
     // The tile's fragments are dealt out to the warps of the cluster's blocks.
-    const int first = tile * tile_rows, count = min(tile_rows, n - first);
 #pragma unroll 2
     for (int f = rank + CLUSTER * warp; f < WARPS_N * FRAGMENTS; f += CLUSTER * WARPS) {
       const int row = f / COLUMN_TILES * 16 + (lane >> 2) * 2, column = f % COLUMN_TILES * 8 + (lane & 3) * 2;

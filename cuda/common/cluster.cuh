@@ -21,6 +21,7 @@ DEV void cluster_sync() {
 #elif defined(SLUICE_EMULATE)
   emu::sync_cluster();
 #else
+  __syncwarp();  // `aligned` wants all lanes at once
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }

@@ -3,7 +3,8 @@
 Contract
     x        [M, K] bfloat16 or float16, 1 <= M <= 128, K a multiple of 8, last dimension contiguous, rows at
              multiples of 16 bytes; not changed
-    w        [N, K] of x's dtype, contiguous, N even, at a multiple of 16 bytes
+    w        [N, K] of x's dtype, contiguous, N even, at a multiple of 16 bytes; the kernel launched right
+             before this one must not have written it (see cuda/common/dependent_launch.cuh)
     bias     [N] of x's dtype, contiguous, at a multiple of 4 bytes, or None
     returns  out [M, N] of x's dtype, a fresh tensor unless given (then: last dimension contiguous, rows at
              multiples of 4 bytes):

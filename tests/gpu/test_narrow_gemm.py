@@ -1,6 +1,7 @@
 """The product of 9 to 128 rows against float32: every plan, ragged sizes, graphs, and the same bits each time."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -114,8 +115,12 @@ def test_other_rows_and_their_nan_do_not_matter(m: int) -> None:
 
 @pytest.mark.parametrize("m", [16, 64])
 @pytest.mark.parametrize("width", [896, 3584])
+@pytest.mark.parametrize("dependent", [False, True])
 def test_a_graph_sees_new_data_at_replay(
-    m: int, width: int, graph_replay: Callable[[Callable[[], object]], Callable[[], None]]
+    m: int,
+    width: int,
+    dependent: bool,
+    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
 ) -> None:
     x, w = numbers(m, width), numbers(width, width, scale=width**-0.5)
     buffers = [torch.empty_like(x) for _ in range(6)]
@@ -124,7 +129,8 @@ def test_a_graph_sees_new_data_at_replay(
         for before, after in zip([x, *buffers], buffers, strict=False):
             op.narrow_gemm(before, w, out=after)
 
-    replay = graph_replay(layers)
+    with jit.dependent_launches() if dependent else nullcontext():
+        replay = graph_replay(layers)
     for _ in range(3):
         x.copy_(numbers(m, width))
         w.copy_(numbers(width, width, scale=width**-0.5))
