@@ -13,6 +13,7 @@ from scripts.loadtest.scan import BadStream, StreamScan
 from scripts.loadtest.workload import Request
 
 CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 4.0  # below the shortest of common servers, which close idle connections after 5
 MOST_RETRY_WAIT_S = 60.0
 
 
@@ -29,7 +30,7 @@ class Target:
 def open_session(target: Target) -> aiohttp.ClientSession:
     """One connection for each request that is under way; none is queued in the client."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, keepalive_timeout=KEEP_ALIVE_S),
         headers={
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",  # what is read is not unpacked

@@ -9,7 +9,8 @@ from typing import Any
 from scripts.loadtest.records import Record
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-BEHIND_SHARE = 0.1  # open loop: see `falls_behind`
+BEHIND_SHARE = 0.1  # open loop: see `judge`
+KEEPS_UP, FALLS_BEHIND, TOO_SHORT = "keeps up", "falls behind", "too short to tell"
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
@@ -40,7 +41,7 @@ class Round:
     errors: dict[str, int] = field(default_factory=dict)  # by kind
     error_examples: dict[str, str] = field(default_factory=dict)
     tokens_from: str = "usage"  # "usage", "chunks" or "both"
-    falls_behind: bool = False  # open loop: more was asked than the server can do
+    verdict: str = ""  # open loop: of `judge`
     interrupted: bool = False
     # each complete request: seconds from the round's start, then TTFT, then to the end
     timeline: list[tuple[float, float | None, float]] = field(default_factory=list)
@@ -71,7 +72,7 @@ def summarize(
     values |= retry_values(records)
     if is_open:
         values["late_p99_ms"] = 1e3 * percentile(sorted(r.late for r in records), 0.99)
-        result.falls_behind = falls_behind(records)
+        result.verdict = judge(records)
     if meets_slo is not None:
         met = sum(map(meets_slo, good))
         values["goodput_rps"] = met / duration
@@ -111,21 +112,27 @@ def retry_values(records: list[Record]) -> dict[str, float]:
     return found
 
 
-def falls_behind(records: list[Record]) -> bool:
-    """Does the number of requests under way grow while they arrive?
+def judge(records: list[Record]) -> str:
+    """Does the server keep up with the arrivals of an open loop, or does its queue grow?
 
-    It is compared at half time and at the last arrival. Growth counts if it is more than a tenth of the
-    arrivals in between and more than three standard deviations of chance (Poisson: the square root).
+    The requests under way are compared at half time and at the last arrival. Growth counts if it is more
+    than a tenth of the arrivals in between and more than three standard deviations of chance (Poisson:
+    the square root). While early requests, which met no queue, have not ended at half time, any server's
+    number grows, and nothing can be told.
     """
-    starts = sorted(r.start for r in records)
-    half, last = starts[len(starts) // 2], starts[-1]
+    ordered = sorted(records, key=lambda r: r.start)
+    half, last = ordered[len(ordered) // 2].start, ordered[-1].start
+    early = [r.e2e for r in ordered[: max(1, len(ordered) // 4)]]
+    if statistics.median(early) > half - ordered[0].start:
+        return TOO_SHORT
 
     def under_way(moment: float) -> int:
         return sum(r.start <= moment < r.end for r in records)
 
     growth = under_way(last) - under_way(half)
-    arrivals = len(starts) - len(starts) // 2
-    return growth > max(BEHIND_SHARE * arrivals, 3 * math.sqrt(under_way(half) + 1))
+    arrivals = len(ordered) - len(ordered) // 2
+    chance = 3 * math.sqrt(under_way(half) + 1)
+    return FALLS_BEHIND if growth > max(BEHIND_SHARE * arrivals, chance) else KEEPS_UP
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import multiprocessing
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -16,6 +17,7 @@ from scripts.loadtest.workload import Workload, poisson_arrivals
 
 TICK_S = 0.25
 STOP_PATIENCE_S = 10.0
+ENDLESS = 10**9  # requests
 START_DELAY_S = 0.05  # from telling all processes to the common start
 
 
@@ -76,29 +78,31 @@ class Fleet:
         level: Level,
         number: int,
         round_number: int,
-        count: int,
+        count: int | None,
         seconds: float = float("inf"),
         tell: Callable[[Progress], None] = lambda progress: None,
     ) -> RoundResult:
-        """One round of `count` requests; `tell` is called a few times a second.
+        """One round of `count` requests, or of as many as fit into `seconds` (closed loop only).
 
-        Raises ClientFailed if a process dies.
+        `tell` is called a few times a second. Raises ClientFailed if a process dies.
         """
         jobs = self.deal(level, number, round_number, count, seconds)
         active = {pipe: Progress() for pipe in self.pipes[: len(jobs)]}
         for pipe, job in zip(active, jobs, strict=True):
-            pipe.send(job)
+            deliver(pipe, job)
         for pipe in active:
             receive(pipe)  # READY
         start = time.perf_counter() + START_DELAY_S
         for pipe in active:
-            pipe.send(start)
+            deliver(pipe, start)
         return self._gather(active, tell)
 
     def deal(
-        self, level: Level, number: int, round_number: int, count: int, seconds: float
+        self, level: Level, number: int, round_number: int, count: int | None, seconds: float
     ) -> list[Job]:
         """The processes' parts: as many clients each, or every so-manieth arrival."""
+        endless = count is None
+        count = ENDLESS if count is None else count
         if level.mode == "closed":
             clients = int(level.value)
             parts = min(self.processes, clients, count)
@@ -106,9 +110,10 @@ class Fleet:
                 Job(
                     round_number,
                     number,
-                    list(range(part, count, parts)),
+                    range(part, count, parts),
                     clients=clients // parts + (part < clients % parts),
                     seconds=seconds,
+                    endless=endless,
                 )
                 for part in range(parts)
             ]
@@ -118,7 +123,7 @@ class Fleet:
             Job(
                 round_number,
                 number,
-                list(range(part, count, parts)),
+                range(part, count, parts),
                 arrivals=arrivals[part::parts],
                 seconds=seconds,
             )
@@ -135,7 +140,7 @@ class Fleet:
             if self.stop.requested and give_up_at is None:
                 give_up_at = time.perf_counter() + STOP_PATIENCE_S
                 for pipe in open_pipes:
-                    pipe.send(STOP)
+                    deliver(pipe, STOP)
             if give_up_at is not None and time.perf_counter() > give_up_at:
                 break
             for ready in wait(list(open_pipes), TICK_S):
@@ -155,6 +160,12 @@ class Fleet:
                 )
             )
         return combine(outcomes)
+
+
+def deliver(pipe: Connection, message: Any) -> None:
+    """To a client process; if it is gone, the next `receive` says so."""
+    with suppress(OSError):
+        pipe.send(message)
 
 
 def receive(pipe: Connection) -> Any:

@@ -8,7 +8,7 @@ slow, the queue grows for as long as the test runs.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from scripts.loadtest.records import Record
@@ -24,14 +24,15 @@ class Job:
 
     round_number: int
     level: int  # number of the level, for seeds
-    indices: list[int]  # of requests, in order
+    indices: range  # of requests, in order
     clients: int = 0  # closed loop, if above 0
     arrivals: list[float] | None = None  # open loop: seconds after the start, one for each index
     seconds: float = float("inf")  # no request starts later than this
+    endless: bool = False  # closed loop: `seconds` is the end, not `indices`
 
 
 async def run_closed(
-    job: Job, requests: list[Request], start_at: float, send: Send, done: Done
+    job: Job, requests: Iterable[Request], start_at: float, send: Send, done: Done
 ) -> None:
     """`start_at`: as given by perf_counter; `done` is called with each record."""
     waiting = iter(requests)
@@ -45,12 +46,12 @@ async def run_closed(
 
     await sleep_until(start_at)
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(job.clients, len(requests))):
+        for _ in range(min(job.clients, len(job.indices))):
             group.create_task(client())
 
 
 async def run_open(
-    job: Job, requests: list[Request], start_at: float, send: Send, done: Done
+    job: Job, requests: Iterable[Request], start_at: float, send: Send, done: Done
 ) -> None:
     """As `run_closed`."""
 

@@ -88,7 +88,8 @@ def add_load(group: Any) -> None:
         "--requests",
         type=at_least_one,
         metavar="N",
-        help="of one round of one level (default: closed 4 for each client, at least 16; open 100)",
+        help="of one round of one level (default: as many as fit into --seconds; without it, closed 4 "
+        "for each client and at least 16, open 100)",
     )
     add(
         "--seconds",

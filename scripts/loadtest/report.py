@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from scripts.loadtest.figures import Spread
+from scripts.loadtest.figures import FALLS_BEHIND, TOO_SHORT, Spread
 from scripts.loadtest.result import LevelResult, RunResult
 from scripts.loadtest.worker import Progress
 
@@ -122,10 +122,15 @@ def tokens_lines(levels: list[LevelResult]) -> list[str]:
         return []
     lines = [said[sources.pop() if len(sources) == 1 else "both"]]
     for level in levels:
-        if level.falls_behind:
+        if level.verdict == FALLS_BEHIND:
             lines.append(
                 f"{level.level.name}: the server falls behind. Its queue grew all through the round, "
                 "so these times depend on how long the test ran."
+            )
+        elif level.verdict == TOO_SHORT:
+            lines.append(
+                f"{level.level.name}: too short to tell whether the server keeps up, as a request takes "
+                "more than half the time of sending. Send more --requests, or for more --seconds."
             )
     return lines
 
@@ -150,10 +155,10 @@ class LiveLine:
 
     out: TextIO = field(default_factory=lambda: sys.stderr)
     name: str = ""
-    total: int = 0
+    total: int | None = None  # None: as many as fit
     started: float = 0.0
 
-    def begin(self, name: str, total: int) -> None:
+    def begin(self, name: str, total: int | None) -> None:
         self.name, self.total, self.started = name, total, time.perf_counter()
 
     def show(self, progress: Progress) -> None:
@@ -161,8 +166,9 @@ class LiveLine:
             return
         seconds = max(time.perf_counter() - self.started, 1e-3)
         failed = f", {progress.failed} failed" if progress.failed else ""
+        of = "" if self.total is None else f"/{self.total}"
         text = (
-            f"{self.name}: {progress.finished}/{self.total} requests{failed}, "
+            f"{self.name}: {progress.finished}{of} requests{failed}, "
             f"{progress.tokens / seconds:,.0f} tok/s, {seconds:.0f} s"
         )
         self.out.write(f"\r\x1b[K{text[:110]}")

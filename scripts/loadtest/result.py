@@ -2,11 +2,12 @@
 
 import json
 import math
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.loadtest.figures import Round, Spread, over_rounds
+from scripts.loadtest.figures import FALLS_BEHIND, Round, Spread, over_rounds
 from scripts.loadtest.knee import Knee, Point, find_knee
 from scripts.loadtest.records import Level
 
@@ -32,8 +33,9 @@ class LevelResult:
         return found
 
     @property
-    def falls_behind(self) -> bool:
-        return sum(one.falls_behind for one in self.rounds) * 2 > len(self.rounds)
+    def verdict(self) -> str:
+        """What most rounds say of an open loop; empty of a closed one."""
+        return statistics.mode(one.verdict for one in self.rounds)
 
     def value(self, name: str) -> float | None:
         found = self.figures.get(name)
@@ -58,7 +60,8 @@ class RunResult:
             throughput, latency = level.value("output_tps"), level.value("e2e_p50_ms")
             if throughput is not None and latency is not None:
                 met = level.value("slo_met_percent")
-                points.append(Point(level.level.name, throughput, latency, met, level.falls_behind))
+                behind = level.verdict == FALLS_BEHIND
+                points.append(Point(level.level.name, throughput, latency, met, behind))
         return find_knee(points)
 
     def as_json(self) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class RunResult:
                     "value": level.level.value,
                     "figures": {name: asdict(figure) for name, figure in level.figures.items()},
                     "errors": level.errors,
-                    "falls_behind": level.falls_behind,
+                    "verdict": level.verdict,
                     "rounds": [one.as_json() for one in level.rounds],
                 }
                 for level in self.measured

@@ -14,7 +14,7 @@ from typing import Any
 from scripts.loadtest import plots, report, result
 from scripts.loadtest.client import Target
 from scripts.loadtest.figures import Round, summarize
-from scripts.loadtest.fleet import Fleet, RoundResult, Stop
+from scripts.loadtest.fleet import ClientFailed, Fleet, RoundResult, Stop
 from scripts.loadtest.records import Level
 from scripts.loadtest.result import LevelResult, RunResult
 from scripts.loadtest.watch import ServerInfo, Unreachable, Watch
@@ -37,14 +37,16 @@ class Plan:
     workload: Workload
     levels: list[Level]
 
-    def count(self, level: Level) -> int:
-        """Requests of one round of a level."""
+    def count(self, level: Level) -> int | None:
+        """Requests of one round of a level; None: as many as fit into --seconds."""
         if self.args.requests is not None:
             return int(self.args.requests)
+        limited = math.isfinite(self.args.seconds)
         if level.mode == "closed":
-            return max(16, 4 * int(level.value))
-        seconds = self.args.seconds
-        return math.ceil(level.value * seconds) if math.isfinite(seconds) else 100
+            return None if limited else max(16, 4 * int(level.value))
+        # more than will arrive, for all that chance does: four standard deviations
+        expected = level.value * self.args.seconds
+        return math.ceil(expected + 4 * math.sqrt(expected) + 4) if limited else 100
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -136,8 +138,12 @@ def run(args: argparse.Namespace) -> int:
     )
     stop = Stop()
     with stopping(stop), Fleet(plan.target, plan.workload, args.processes, stop) as fleet:
-        warm_up(plan, fleet)
-        measure(plan, fleet, found)
+        try:
+            warm_up(plan, fleet)
+            measure(plan, fleet, found)
+        except ClientFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            found.notes.append("A client process ended: this is what there was until then.")
     found.notes += client_notes(found) + answer_notes(found)
     if stop.requested:
         found.notes.append("Interrupted: this is what there was until then.")

@@ -1,7 +1,11 @@
 """A client process: takes jobs from a pipe, sends back progress and records.
 
-parent ──Job──► worker        and "stop" while a job runs: give up what is under way
+parent ──Job──► worker        it makes the bodies, so that this does not cost measured time; if their
+                              number is open, it makes them on the way
+parent ◄──READY── worker
+parent ──moment──► worker     when all are ready: the moment at which all begin
 parent ◄──Progress── worker   a few times a second
+parent ──STOP──► worker       only if interrupted: give up what is under way
 parent ◄──Outcome── worker    once for each job
 """
 
@@ -10,6 +14,7 @@ import gc
 import resource
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -50,9 +55,11 @@ def worker_main(pipe: Connection, target: Target, workload: Workload) -> None:
                 job = pipe.recv()
                 if job == STOP:  # it came after the job's end
                     continue
-                requests = [
+                requests: Iterable[Request] = (
                     workload.request(job.round_number, job.level, index) for index in job.indices
-                ]
+                )
+                if not job.endless:
+                    requests = list(requests)
                 pipe.send(READY)
                 start_at = pipe.recv()
                 if start_at == STOP:
@@ -73,7 +80,7 @@ def loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
 
 
 async def run_job(
-    pipe: Connection, target: Target, job: Job, requests: list[Request], start_at: float
+    pipe: Connection, target: Target, job: Job, requests: Iterable[Request], start_at: float
 ) -> Outcome:
     """Nothing is collected as garbage while the clock runs."""
     outcome, progress = Outcome(), Progress()

@@ -99,7 +99,7 @@ def test_open_loop_sends_when_planned_whatever_the_server_does(tmp_path: Path) -
     assert statistics.median(abs(s - statistics.median(shifts)) for s in shifts) < 0.02
     level = found["levels"][0]
     assert level["mode"] == "open"
-    assert not level["falls_behind"]
+    assert level["verdict"] == "keeps up"
     assert within(level["rounds"][0]["values"]["ttft_p50_ms"], 500.0 + median_lag(stub))
     assert level["rounds"][0]["values"]["in_flight_mean"] > 5
 
@@ -115,15 +115,30 @@ def test_open_loop_sees_that_a_server_falls_behind(tmp_path: Path, capsys: Any) 
         stub.slots = asyncio.Semaphore(1)
         code, found = bench(
             stub, tmp_path,
-            *("--rate", "4", "100", "--requests", "150", "--seconds", "1.5"),
+            *("--rate", "4", "100", "--seconds", "1.5"),
             *("--rounds", "1", "--output-len", "3"),
         )  # fmt: skip
     assert code == 0
     slow, fast = found["levels"]
-    assert (slow["falls_behind"], fast["falls_behind"]) == (False, True)
-    assert slow["rounds"][0]["values"]["requests"] < 20  # --seconds ends the sending
+    assert (slow["verdict"], fast["verdict"]) == ("keeps up", "falls behind")
+    assert slow["rounds"][0]["values"]["requests"] < 20
+    assert 100 < fast["rounds"][0]["values"]["requests"] < 200
     assert found["knee"]["name"] == "rate 4"
     assert "falls behind at rate 100" in capsys.readouterr().out
+
+
+def test_closed_loop_fills_the_time_it_is_given(tmp_path: Path) -> None:
+    with OpenAIStub(first_s=0.05) as stub:
+        flags = ("--concurrency", "2", "--seconds", "1", "--rounds", "1", "--output-len", "1")
+        code, found = bench(stub, tmp_path, *flags)
+        came = [s.came for s in stub.seen]
+        prompts = {json.dumps(s.body["prompt"]) for s in stub.seen}
+    assert code == 0
+    values = found["levels"][0]["rounds"][0]["values"]
+    assert values["completed"] == len(came) == len(prompts)
+    assert max(came) - min(came) <= 1.05
+    assert 1.0 <= values["duration_s"] < 2.0
+    assert values["in_flight_mean"] == pytest.approx(2, rel=0.1)
 
 
 def test_three_rounds_of_two_levels_with_all_outputs(

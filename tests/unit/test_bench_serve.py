@@ -11,9 +11,12 @@ import pytest
 
 from scripts.loadtest.compare import compare
 from scripts.loadtest.figures import (
+    FALLS_BEHIND,
+    KEEPS_UP,
+    TOO_SHORT,
     Round,
     distribution,
-    falls_behind,
+    judge,
     over_rounds,
     percentile,
     summarize,
@@ -133,8 +136,15 @@ def queue(rate: float, service_s: float, count: int, seed: int) -> list[Record]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_falling_behind_is_seen_and_keeping_up_is_not_blamed(seed: int) -> None:
-    assert falls_behind(queue(rate=2.0, service_s=1.0, count=200, seed=seed))
-    assert not falls_behind(queue(rate=0.5, service_s=1.0, count=200, seed=seed))
+    assert judge(queue(rate=2.0, service_s=1.0, count=200, seed=seed)) == FALLS_BEHIND
+    assert judge(queue(rate=0.5, service_s=1.0, count=200, seed=seed)) == KEEPS_UP
+
+
+def test_a_test_shorter_than_its_requests_cannot_tell() -> None:
+    """Any number of requests at a time, 60 s each: under way grows until the first one ends."""
+    arrivals = poisson_arrivals(2.0, 200, 0, 0, 0)  # 100 s
+    assert judge([record(start, start + 60.0) for start in arrivals]) == TOO_SHORT
+    assert judge([record(start, start + 20.0) for start in arrivals]) == KEEPS_UP
 
 
 # --- what is sent ----------------------------------------------------------------------------------
