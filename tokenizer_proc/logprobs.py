@@ -12,21 +12,29 @@ def with_text(
     logprobs: TokenLogprobs, token_id: int, vocabulary: Vocabulary, skip_special_tokens: bool
 ) -> TokenLogprobText:
     """Add texts and bytes to the engine's numbers about the generated token `token_id`."""
-
-    def entry(token_id: int, logprob: float) -> LogprobEntry:
-        return LogprobEntry(
-            token_id=token_id,
-            token=token_text(vocabulary, token_id),
-            logprob=max(logprob, LOWEST_LOGPROB),
-            bytes=token_bytes(vocabulary, token_id, skip_special_tokens),
-        )
-
     top_ids = np.frombuffer(logprobs.top_ids, dtype="<i4").tolist()
     top_logprobs = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
+    pieces = vocabulary.table(skip_special_tokens).pieces
     return TokenLogprobText(
-        chosen=entry(token_id, logprobs.sampled),
-        top=[entry(*pair) for pair in zip(top_ids, top_logprobs, strict=True)],
+        chosen=token_entry(token_id, logprobs.sampled, vocabulary, pieces),
+        top=[
+            token_entry(top_id, logprob, vocabulary, pieces)
+            for top_id, logprob in zip(top_ids, top_logprobs, strict=True)
+        ],
         rank=logprobs.rank,
+    )
+
+
+def token_entry(
+    token_id: int, logprob: float, vocabulary: Vocabulary, pieces: list[bytes]
+) -> LogprobEntry:
+    """`pieces`: what tokens add to the text, by id."""
+    text = vocabulary.everything.texts[token_id]
+    return LogprobEntry(
+        token_id=token_id,
+        token=text or token_text(vocabulary, token_id),
+        logprob=logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB,
+        bytes=pieces[token_id],
     )
 
 

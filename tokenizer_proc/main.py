@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -195,7 +196,7 @@ class TokenizerLoop:
         if isinstance(message, Generate):
             self._start(
                 choice_ids(message),
-                lambda: prepare(self.prompts, message, limits, self.default_seed, self.constraints),
+                lambda: self._prepare(message, limits),
                 lambda result: self._on_prepared(message, result),
                 self.grammar_pool if self._may_be_slow(message) else self.pool,
             )
@@ -247,16 +248,12 @@ class TokenizerLoop:
                 ),
             )
             return
-        prompt_texts, prompt_text = None, result.prompt_text
-        if generate.want_prompt_text and generate.params.prompt_logprobs is not None:
-            prompt_texts = token_texts(self.vocabulary, result.token_ids, result.added)
-            prompt_text = "".join(prompt_texts)  # differs if the tokenizer normalizes its input
         self._send(
             self.replies,
             Accepted(
                 req_id=generate.req_id,
                 num_prompt_tokens=result.num_prompt_tokens,
-                prompt_text=prompt_text,
+                prompt_text=result.prompt_text,
                 prompt_token_ids=result.token_ids.tobytes() if generate.want_token_ids else None,
                 prompt_end=result.prompt_end,
             ),
@@ -267,7 +264,7 @@ class TokenizerLoop:
                     request,
                     result.copies,
                     generate.want_token_ids,
-                    prompt_texts,
+                    result.token_texts,
                     generate.shown_special,
                 )
                 if request.params.structured is not None and not self.engine_has_pieces:
@@ -277,6 +274,17 @@ class TokenizerLoop:
                 self._send(self.submit, request)
 
     # --- work for the threads ---------------------------------------------------------------------
+
+    def _prepare(self, generate: Generate, limits: EngineLimits) -> PreparedRequest:
+        """`prepare`; for an echo with log-probabilities the text is that of the tokens.
+
+        It is another one than was sent only if the tokenizer normalizes what it reads.
+        """
+        result = prepare(self.prompts, generate, limits, self.default_seed, self.constraints)
+        if generate.want_prompt_text and generate.params.prompt_logprobs is not None:
+            texts = token_texts(self.vocabulary, result.token_ids, result.added)
+            result = replace(result, prompt_text="".join(texts), token_texts=texts)
+        return result
 
     def _tokenize(self, call: Tokenize, limits: EngineLimits) -> TokenizeResult:
         prompt = self.prompts.encode(call.prompt)

@@ -29,6 +29,7 @@ class PreparedRequest:
     copies: int = 1  # choices that each of `requests` stands for: equal ones are computed once
     added: tuple[int, ...] = ()  # places of prompt tokens that are not of the text
     prompt_end: str = ""  # where a template may have opened something
+    token_texts: list[str] | None = None  # what each prompt token adds to prompt_text, if wanted
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.api.messages import PromptLogprobs, TokenLogprobs, TokenLogprobText
+from engine.api.messages import LogprobEntry, PromptLogprobs, TokenLogprobText
 from tokenizer_proc.detokenize import text_stream
-from tokenizer_proc.logprobs import with_text
+from tokenizer_proc.logprobs import token_entry
 from tokenizer_proc.vocabulary import Vocabulary
 
 Int32Array = npt.NDArray[np.int32]
@@ -36,40 +36,37 @@ class PromptTokens:
     ) -> None:
         """`texts`: as `token_texts` gives them, if anybody wants them."""
         self.vocabulary = vocabulary
+        self.pieces = vocabulary.everything.pieces
         self.token_ids = token_ids.tolist()
         self.texts = texts
         self.num_taken = 0
 
     def first(self) -> list[TokenLogprobText]:
         """The first token, which nothing predicts; [] if it is out already."""
-        if self.num_taken:
-            return []
-        nothing = TokenLogprobs(index=0, sampled=0.0, rank=0, top_ids=b"", top_logprobs=b"")
-        return [self._entry(nothing)]
+        return [] if self.num_taken else [self._next(0.0, 0, [])]
 
     def take(self, columns: PromptLogprobs) -> list[TokenLogprobText]:
         """The tokens that the engine reports, less those that are out already."""
         logprobs = np.frombuffer(columns.logprobs, "<f4").tolist()
         ranks = np.frombuffer(columns.ranks, "<i4").tolist()
-        stride = len(columns.top_ids) // len(logprobs)  # bytes a token, of ids and floats alike
+        top_ids = np.frombuffer(columns.top_ids, "<i4").reshape(len(ranks), -1).tolist()
+        top_logprobs = np.frombuffer(columns.top_logprobs, "<f4").reshape(len(ranks), -1).tolist()
         entries = self.first()
         assert columns.first <= self.num_taken, "prompt tokens are missing"
-        for i in range(self.num_taken - columns.first, len(logprobs)):
-            best = slice(i * stride, (i + 1) * stride)
-            numbers = TokenLogprobs(
-                index=0,
-                sampled=logprobs[i],
-                rank=ranks[i],
-                top_ids=columns.top_ids[best],
-                top_logprobs=columns.top_logprobs[best],
-            )
-            entries.append(self._entry(numbers))
+        for i in range(self.num_taken - columns.first, len(ranks)):
+            top = [
+                token_entry(token_id, logprob, self.vocabulary, self.pieces)
+                for token_id, logprob in zip(top_ids[i], top_logprobs[i], strict=True)
+            ]
+            entries.append(self._next(logprobs[i], ranks[i], top))
         return entries
 
-    def _entry(self, numbers: TokenLogprobs) -> TokenLogprobText:
+    def _next(self, logprob: float, rank: int, top: list[LogprobEntry]) -> TokenLogprobText:
         place = self.num_taken
         self.num_taken += 1
-        entry = with_text(numbers, self.token_ids[place], self.vocabulary, False)
-        if self.texts is not None:
-            entry.text = self.texts[place]
-        return entry
+        return TokenLogprobText(
+            chosen=token_entry(self.token_ids[place], logprob, self.vocabulary, self.pieces),
+            top=top,
+            rank=rank,
+            text="" if self.texts is None else self.texts[place],
+        )
