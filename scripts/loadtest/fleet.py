@@ -174,8 +174,8 @@ def receive(pipe: Connection) -> Any:
         return pipe.recv()
     except (EOFError, OSError):
         raise ClientFailed(
-            "a client process ended by itself: its error is printed above; out of memory or of file "
-            "handles (ulimit -n) is the usual cause"
+            "a client process ended by itself. What it printed is above; if there is nothing, something "
+            "killed it, for want of memory as a rule: use shorter rounds or fewer --processes"
         ) from None
 
 

@@ -14,6 +14,7 @@ from scripts.loadtest.worker import Progress
 COLUMNS = (
     ("completed", "done", ",.0f", 1.0),
     ("failed", "failed", ",.0f", 1.0),
+    ("given_up", "given up", ",.0f", 1.0),
     ("request_rps", "req/s", ",.2f", 1.0),
     ("output_tps", "out tok/s", ",.1f", 1.0),
     ("total_tps", "all tok/s", ",.1f", 1.0),

@@ -185,7 +185,7 @@ def measure(plan: Plan, fleet: Fleet, found: RunResult) -> None:
             line.end(brief(one))
             if not one.values.get("completed") and not fleet.stop.requested:
                 found.notes.append(
-                    f"Stopped after {line.name}: not one request succeeded, so the rest would not."
+                    f"Not one request of {line.name} succeeded, so no others were sent."
                 )
                 return
 
@@ -196,6 +196,8 @@ def make_round(plan: Plan, level: Level, done: RoundResult, watch: Watch, stoppe
     one.values["client_cpu_percent"] = done.cpu_percent
     one.values |= watch.figures()
     one.interrupted = stopped
+    if stopped:
+        one.values["given_up"] = done.abandoned
     return one
 
 

@@ -202,7 +202,7 @@ def test_errors_are_counted_and_a_hopeless_run_stops(
     out = capsys.readouterr().out
     assert "6 x HTTP 429 (the queue is full)" in out
     assert "Retry-After was 5.0 s" in out
-    assert "not one request succeeded" in out
+    assert "Not one request of round 1/3, concurrency 2 succeeded" in out
     assert len(stub.seen) == 6
 
 
@@ -280,6 +280,7 @@ def test_ctrl_c_reports_what_there_is(tmp_path: Path) -> None:
     assert "Interrupted: this is what there was" in out
     values = json.loads((tmp_path / "r.json").read_text())["levels"][0]["rounds"][0]["values"]
     assert 1 <= values["completed"] < 16
+    assert values["given_up"] == 1
 
 
 def wait_for_requests(stub: OpenAIStub, count: int) -> None:
