@@ -167,6 +167,14 @@ def call_format(tools: Tools, rules: ChatRules) -> CallFormat | None:
 
 
 @dataclass(frozen=True)
+class Before:
+    """A part of a grammar: what may come before the calls, and the rules that it names."""
+
+    start: str = ""
+    rules: str = ""
+
+
+@dataclass(frozen=True)
 class ForcedCall:
     """What a forced answer may be: calls in the model's own notation, perhaps after reasoning."""
 
@@ -179,15 +187,16 @@ class ForcedCall:
             return cls()
         fmt, marks = call_format(tools, rules) or JSON, rules.reasoning
 
-        def grammar(before: str) -> StructuredOutput:
+        def grammar(before: Before) -> StructuredOutput:
             return StructuredOutput("grammar", lark(tools, fmt, before))
 
         if marks is None:
-            return cls(grammar(""))
-        inside = f"reasoning {literal(marks.end)} space"
-        marked = f"{literal(marks.begin)} {inside}"
-        first = inside if marks.is_unmarked else f"({marked})?"
-        return cls(grammar(first), grammar(inside))
+            return cls(grammar(Before()))
+        end = literal(marks.end)
+        reasoning = f"reasoning[suffix={end}]: /(?s:.*)/\nspace: /\\s+/"
+        inside = Before("reasoning space?", reasoning)
+        marked = Before(f"({literal(marks.begin)} {inside.start})?", reasoning)
+        return cls(grammar(inside if marks.is_unmarked else marked), grammar(inside))
 
 
 def chosen_tools(values: dict[str, Any]) -> Tools | None:
@@ -225,19 +234,16 @@ def no_parser() -> ApiError:
     )
 
 
-def lark(tools: Tools, fmt: CallFormat, before: str) -> str:
-    """A Lark grammar. Each function's schema is a rule of its own, so its references keep their root.
-
-    `before`: what comes before the calls, of the rules `reasoning` and `space`.
-    """
+def lark(tools: Tools, fmt: CallFormat, before: Before) -> str:
+    """A Lark grammar. Each function's schema is a rule of its own, so its references keep their root."""
     names = [tools.choice.name] if tools.choice.mode == "named" else tools.names
     allowed = [tool["function"] for tool in tools.listed if tool["function"]["name"] in names]
     several = tools.parallel and tools.choice.mode == "required"
     calls = "call" + (f" ({literal(fmt.between)} call)*" if several else "")
-    parts = [before, literal(fmt.before_all), calls, literal(fmt.after_all)]
+    parts = [before.start, literal(fmt.before_all), calls, literal(fmt.after_all)]
     rules = ["start: " + " ".join(part for part in parts if part)]
-    if before:
-        rules += ["reasoning: /(?s:.*)/", r"space: /\s*/"]
+    if before.rules:
+        rules.append(before.rules)
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(allowed))))
     for i, one in enumerate(allowed):
         schema = {"type": "object", **one.get("parameters", {})}
