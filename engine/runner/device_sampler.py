@@ -37,6 +37,10 @@ from engine.runner.sampling_table import Needs, SamplingTable
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+# Rows of logits at a time when prompts are scored. Each time the whole output head is read.
+MOST_SCORE_ROWS = 256
+LEAST_SCORE_ROWS = 16
+
 EDITS = Needs.PENALTIES | Needs.LOGIT_BIAS | Needs.MIN_TOKENS
 
 
@@ -76,10 +80,12 @@ class DeviceSampler:
     ) -> None:
         """`max_rows` counts the reserved row 0. Raises ValueError if the vocabulary is too large."""
         self.device = device
-        self.max_rows = max_rows
+        # as many as the peak of memory was measured with, and a few even for a single request
+        self.score_rows = min(MOST_SCORE_ROWS, max(LEAST_SCORE_ROWS, max_rows - 1))
         self.table = SamplingTable(max_rows, vocab_size, eos_token_ids)
         self.workspace = Workspace.allocate(max_rows, vocab_size, device)
-        self.logprob_workspace = LogprobWorkspace.allocate(max_rows, vocab_size, device)
+        num_logprob_rows = max(max_rows, self.score_rows)
+        self.logprob_workspace = LogprobWorkspace.allocate(num_logprob_rows, vocab_size, device)
         self.tokens = TablePool(padded(vocab_size), torch.int32, device)
         self.bias = TablePool(padded(vocab_size), torch.float32, device)
         self.records = np.zeros(max_rows, ROW_DTYPE)
@@ -208,7 +214,7 @@ class DeviceSampler:
     def score(
         self, logits: Tensor, token_ids: Tensor, num_top: int
     ) -> tuple[LogprobTensors, Tensor]:
-        """Log-probabilities of given tokens: Sampler.score, for up to `max_rows` rows on the device."""
+        """Log-probabilities of given tokens: Sampler.score, for up to `score_rows` rows on the device."""
         is_bad = ~torch.isfinite(logits.amax(-1))
         rows = torch.zeros(len(token_ids), dtype=torch.int32, device=self.device)
         entries = launch_logprobs(

@@ -17,9 +17,6 @@ from engine.plan import PromptSpan, SpanLogprobs
 from engine.runner.device_sampler import DeviceSampler, staged
 from engine.runner.sampler import Sampler
 
-CPU_ROWS = 64  # of logits at a time
-GPU_ROWS = 256  # a slice reads the whole output head: fewer rows would be slower
-
 
 @dataclass(slots=True)
 class PromptOutput:
@@ -60,12 +57,9 @@ def score_prompts(
     host = np.stack([np.concatenate(firsts), np.concatenate([s.token_ids for s in spans])])
     index, token_ids = staged(host, hidden.device).to(hidden.device, non_blocking=True)
     num_top = max(span.num_top for span in spans)
-    num_rows = CPU_ROWS
-    if isinstance(sampler, DeviceSampler):
-        num_rows = min(GPU_ROWS, sampler.max_rows)
     parts = []
-    for start in range(0, len(index), num_rows):
-        rows = slice(start, start + num_rows)
+    for start in range(0, len(index), sampler.score_rows):
+        rows = slice(start, start + sampler.score_rows)
         logits = model.logits(hidden.index_select(0, index[rows]))
         parts.append(sampler.score(logits, token_ids[rows], num_top))
     entries, bad = zip(*parts, strict=True)

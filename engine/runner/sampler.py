@@ -67,6 +67,7 @@ class Sampler:
     ) -> None:
         """`max_rows` counts the reserved row 0: rows are 0 .. max_rows - 1."""
         self.device = device
+        self.score_rows = 64  # of logits at a time when prompts are scored
         self.table = SamplingTable(max_rows, vocab_size, eos_token_ids)
         self.penalty_counts = PenaltyCounts(vocab_size, device)
 

@@ -99,6 +99,42 @@ def test_greedy_follows_transformers(tiny, family, enforce_eager):
     harness.assert_empty()
 
 
+def test_scored_prompts_follow_transformers(tiny):
+    """Prompts longer than a step and than a slice of logits, among others that decode meanwhile."""
+    harness = build(tiny("llama"), max_num_batched_tokens=256, max_num_seqs=32)
+    everyone = prompts(12, seed=8, high=700)
+    for i, prompt in enumerate(everyone):
+        wanted = {"prompt_logprobs": i % 4} if i % 3 else {}
+        harness.add(i, prompt, max_tokens=12 * (i % 4), **wanted)
+    results = harness.run()
+    ours, theirs = [], []
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for i, prompt in enumerate(everyone):
+        found = results[i].prompt_logprobs
+        assert len(found) == (len(prompt) - 1 if i % 3 else 0)
+        assert len(results[i].token_ids) == 12 * (i % 4)
+        if not found:
+            continue
+        with torch.inference_mode():
+            logits = [model(torch.tensor([prompt])).logits[0, :-1].float() for model in models]
+        tokens = torch.tensor(prompt[1:])[:, None]
+        exact, rounded = (torch.log_softmax(x, -1).gather(1, tokens)[:, 0] for x in logits)
+        ours.append(torch.tensor([value for value, _, _ in found]) - exact)
+        theirs.append(rounded - exact)
+        for value, rank, top in found:
+            assert len(top) == i % 4
+            values = [v for _, v in top]
+            assert values == sorted(values, reverse=True)
+            if rank <= len(top):
+                assert values[rank - 1] == value
+    ours_rms, theirs_rms = (float(torch.cat(e).square().mean().sqrt()) for e in (ours, theirs))
+    assert ours_rms < 1.5 * theirs_rms + 0.005
+    harness.assert_empty()
+
+
 def run_all(harness: Harness, everyone: list[list[int]], **params: object) -> list[list[int]]:
     for i, prompt in enumerate(everyone):
         harness.add(i, prompt, max_tokens=40, **params)

@@ -245,6 +245,29 @@ def test_a_seed_is_required() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [5, 515, 4101])
+def test_scores_of_given_tokens(vocab_size: int, dtype: torch.dtype) -> None:
+    """More rows than requests may run: a prompt has many, and none of them is a request's row."""
+    logits = poisoned((40, vocab_size)).to(dtype)
+    batch = Batch(logits, mixed_params(2))
+    token_ids = torch.from_numpy(np.random.default_rng(2).integers(0, vocab_size, 40))
+    for rows in torch.arange(40).split(batch.device_sampler(CPU, max_rows=4).score_rows):
+        for num_top in (0, 3):
+            got, bad = batch.device_sampler(CPU, max_rows=4).score(
+                logits[rows], token_ids[rows], num_top
+            )
+            want, also_bad = batch.cpu_sampler().score(
+                logits[rows].float(), token_ids[rows], num_top
+            )
+            assert torch.equal(bad, also_bad)
+            good = ~bad
+            torch.testing.assert_close(got.sampled, want.sampled, atol=2e-5, rtol=1e-6)
+            torch.testing.assert_close(got.top_logprobs, want.top_logprobs, atol=2e-5, rtol=1e-6)
+            assert torch.equal(got.rank[good], want.rank[good])
+            assert torch.equal(got.top_ids[good], want.top_ids[good])
+
+
 def test_too_large_a_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size 524289: sampling kernels take up to 524288"):
         Workspace.allocate(1, MAX_VOCAB + 1, CPU)
