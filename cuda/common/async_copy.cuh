@@ -11,11 +11,10 @@ typedef u64 smem_t;
 DEV smem_t smem_address(void* p) { return (smem_t)p; }
 
 DEV void copy_async_16(smem_t to, const void* from, bool valid) {
-  if (valid) __builtin_memcpy((void*)to, from, 16);
-  else __builtin_memset((void*)to, 0, 16);
+  emu::copy_later((void*)to, valid ? from : nullptr, 16);
 }
-DEV void copy_async_commit() {}
-template <int PENDING> DEV void copy_async_wait() {}
+DEV void copy_async_commit() { emu::commit_copies(); }
+template <int PENDING> DEV void copy_async_wait() { emu::finish_copies(PENDING); }
 
 #else
 

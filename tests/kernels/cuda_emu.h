@@ -13,7 +13,7 @@
 //
 // A barrier or shuffle that some thread never reaches stops the program with a message. Static shared
 // memory keeps its contents from block to block, dynamic shared memory is filled with NaN before each.
-// Tensor cores, asynchronous copies and other blocks that wait for each other are not there.
+// Tensor cores and other blocks that wait for each other are not there.
 #pragma once
 #include <ucontext.h>
 
@@ -74,6 +74,14 @@ struct Meeting {
 
 struct Block;
 
+// An asynchronous copy takes place when its thread waits for it, as late as it may.
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  size_t bytes;
+  unsigned group;
+};
+
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
@@ -81,6 +89,8 @@ struct Fiber {
   dim3 thread;
   unsigned linear = 0;
   bool done = false;
+  std::vector<Copy> copies;  // that are under way
+  unsigned copy_group = 0;   // number of the next group to be committed
 };
 
 struct Block {
@@ -208,6 +218,8 @@ inline void start_block(Block& b, dim3 index, size_t smem_bytes) {
     f.linear = i;
     f.thread = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
     f.done = false;
+    f.copies.clear();
+    f.copy_group = 0;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data();
     f.context.uc_stack.ss_size = f.stack.size();
@@ -235,6 +247,22 @@ inline void run_cluster(dim3 first, size_t smem_bytes) {
       }
     if (progress == before) fail("threads wait at barriers or shuffles that others never reach");
   }
+}
+
+inline void copy_later(void* to, const void* from, size_t bytes) {
+  current->copies.push_back({to, from, bytes, current->copy_group});
+}
+inline void commit_copies() { current->copy_group++; }
+
+// Until at most `pending` of the thread's latest groups are under way.
+inline void finish_copies(unsigned pending) {
+  std::vector<Copy> rest;
+  for (const Copy& c : current->copies) {
+    if (c.group + pending >= current->copy_group) rest.push_back(c);
+    else if (c.from) std::memcpy(c.to, c.from, c.bytes);
+    else std::memset(c.to, 0, c.bytes);
+  }
+  current->copies.swap(rest);
 }
 
 inline void* dynamic_shared() { return current->home->memory(); }
