@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 KVScales = tuple[float, float]  # of a layer's keys and values
-SCRUBBED_BLOCKS = 1024  # at a time
+SCRUBBED_BLOCKS = 128  # at a time
 
 
 @dataclass(slots=True)

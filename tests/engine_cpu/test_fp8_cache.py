@@ -132,9 +132,11 @@ class RoundedAttention(NaiveAttention):
         return NaiveAttention(KVCache([k], [v], self.kv.block_size)).attend(0, q, spec, inputs)
 
 
-def rounded_sequences(model: Model, kv_dtype: torch.dtype, max_len: int = 256) -> Sequences:
+def rounded_sequences(
+    model: Model, kv_dtype: torch.dtype, max_len: int = 256, num_sequences: int = 1
+) -> Sequences:
     """A float32 model on a CPU, with the plainest attention over keys and values of `kv_dtype`."""
-    sequences = Sequences(model, 1, max_len)
+    sequences = Sequences(model, num_sequences, max_len)
     plain = sequences.attention.kv
     sequences.attention = RoundedAttention(
         KVCache(
