@@ -61,6 +61,8 @@ def chat_message(value: Any, path: str) -> dict[str, Any]:
         elif name == "tool_calls" and role == "assistant":
             if calls := tool_calls(item, item_path):
                 message["tool_calls"] = calls
+        elif name == "function_call" and role == "assistant":
+            message.setdefault("tool_calls", [tool_call(item, item_path)])
         elif name in ("name", "tool_call_id"):
             message[name] = string(item, item_path)
         elif name in ("reasoning_content", "reasoning"):
@@ -132,19 +134,23 @@ def tool_calls(value: Any, path: str) -> list[dict[str, Any]]:
             )
         if call.get("function") is None:
             raise missing(f"{call_path}.function")
-        function = json_object(call["function"], f"{call_path}.function")
-        if function.get("name") is None:
-            raise missing(f"{call_path}.function.name")
-        name = string(function["name"], f"{call_path}.function.name")
-        arguments = tool_arguments(function.get("arguments"), f"{call_path}.function.arguments")
-        calls.append(
-            {
-                "id": string(call.get("id") or "", f"{call_path}.id"),
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
+        call_id = string(call.get("id") or "", f"{call_path}.id")
+        calls.append(tool_call(call["function"], f"{call_path}.function", call_id))
     return calls
+
+
+def tool_call(value: Any, path: str, call_id: str = "") -> dict[str, Any]:
+    """An earlier call from its function, which is also the deprecated `function_call`."""
+    function = json_object(value, path)
+    if function.get("name") is None:
+        raise missing(f"{path}.name")
+    name = string(function["name"], f"{path}.name")
+    arguments = tool_arguments(function.get("arguments"), f"{path}.arguments")
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def tool_arguments(value: Any, path: str) -> Any:

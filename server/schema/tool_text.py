@@ -23,7 +23,9 @@ READS_TOOL_ROLE = re.compile(r"""["']tool["']""")
 def with_tools_as_text(
     messages: list[Message], tools: list[dict[str, Any]], fmt: CallFormat, template: str
 ) -> list[Message]:
-    """The messages in a form that loses nothing in `template`."""
+    """The messages in a form that loses nothing in `template`; "": there is none to suit."""
+    if not template:
+        return messages
     if not READS_CALLS.search(template):
         messages = [with_calls_as_text(message, fmt) for message in messages]
     if not READS_TOOL_ROLE.search(template):

@@ -188,7 +188,7 @@ class ForcedCall:
         fmt, marks = call_format(tools, rules) or JSON, rules.reasoning
 
         def grammar(before: Before) -> StructuredOutput:
-            return StructuredOutput("grammar", lark(tools, fmt, before))
+            return StructuredOutput("grammar", lark(tools, fmt, before), "tools")
 
         if marks is None:
             return cls(grammar(Before()))

@@ -35,7 +35,9 @@ NO_ARGUMENTS = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture
 async def hermes() -> AsyncIterator[Site]:
+    """With a chat template that knows nothing of tools."""
     async with running_site(tool_call_parser="hermes") as site:
+        site.service.client.status.chat_template = "{{ messages }}"
         yield site
 
 
@@ -268,6 +270,26 @@ async def test_functions_are_the_old_name_of_tools(hermes: Site) -> None:
     prompt = hermes.backend.generates[-1].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools == []
+
+
+async def test_calls_of_the_history_in_both_spellings(hermes: Site) -> None:
+    function = {"name": "now", "arguments": '{"a": 1}'}
+    for old in (False, True):
+        call = {"id": "x", "type": "function", "function": function}
+        said = {"function_call": function} if old else {"tool_calls": [call]}
+        result = (
+            {"role": "function", "name": "now"} if old else {"role": "tool", "tool_call_id": "x"}
+        )
+        messages = [*USER, {"role": "assistant", **said}, {**result, "content": "noon"}]
+        status, _ = await hermes.post(CHAT, {"messages": messages})
+        assert status == 200
+        prompt = hermes.backend.generates[-1].prompt
+        assert isinstance(prompt, ChatPrompt)
+        assert '{"name": "now", "arguments": {"a": 1}}' in prompt.messages[1]["content"]
+        assert "noon" in prompt.messages[2]["content"]
+    bad = [{"role": "assistant", "function_call": {"arguments": "{}"}}]
+    _, answer = await hermes.post(CHAT, {"messages": bad})
+    assert answer["error"]["param"] == "messages[0].function_call.name"
 
 
 # --- reasoning --------------------------------------------------------------------------------------------
