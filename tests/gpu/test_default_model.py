@@ -19,6 +19,7 @@ NEAR_TIE = 0.25  # log-probability; bfloat16 may turn closer choices round
 TOLERANCE = 0.35  # of one log-probability; transformers' own bfloat16 is off by up to 0.22
 MEAN_TOLERANCE = 0.05
 FLOAT32_TOLERANCE = 2e-3
+FP8_MEAN_TOLERANCE = 0.12  # 0.05 of it the format's own, measured in float32 arithmetic
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,25 @@ def test_float32_log_probabilities_equal_the_cpu_engines(model_dir, prompt_ids):
             largest = max(largest, abs(cpu[i].logprobs[step] - gpu[i].logprobs[step]))
     print(f"log-probabilities differ by {largest:.6f} at most")
     assert largest < FLOAT32_TOLERANCE
+
+
+def test_an_fp8_cache_stays_near_float32(model_dir, prompt_ids):
+    """Trained keys and values fit the format without scales."""
+    cpu = run(model_dir, prompt_ids, device="cpu", dtype="float32", cpu_threads=8)
+    gpu = run(model_dir, prompt_ids, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8")
+    first_equal, differences = 0, []
+    for i in range(len(prompt_ids)):
+        first_equal += cpu[i].token_ids[0] == gpu[i].token_ids[0]
+        for step in range(NEW_TOKENS):
+            if cpu[i].token_ids[step] != gpu[i].token_ids[step]:
+                break
+            differences.append(abs(cpu[i].logprobs[step] - gpu[i].logprobs[step]))
+    print(
+        f"{first_equal} of {len(prompt_ids)} first tokens equal; log-probabilities of "
+        f"{len(differences)} equal tokens differ by {np.mean(differences):.4f} on average"
+    )
+    assert first_equal >= 0.85 * len(prompt_ids)
+    assert np.mean(differences) < FP8_MEAN_TOLERANCE
 
 
 async def test_the_whole_server_answers_and_forgets(model_dir):
