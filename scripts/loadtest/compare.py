@@ -24,7 +24,8 @@ FIGURES = (
 EXPECTED_TO_DIFFER = {"json", "plots"}
 RULE = (
     "Noise of a figure: half the range of its rounds over their median; of a ratio: the root of the sum "
-    "of both squares. A difference within it is called none."
+    "of both squares. A difference within it is called none. What changed on the machine between the "
+    "runs is not in it: when in doubt, repeat A."
 )
 
 

@@ -23,6 +23,7 @@ from scripts.loadtest.workload import Workload, read_dataset
 CLIENT_LIMIT_PERCENT = 90.0  # of a core: above, the client's own speed is part of the figures
 SHORT_ROUND_S = 1.0  # below, CPU use is that of connecting
 LATE_LIMIT_MS = 20.0  # open loop: requests sent later than planned
+CACHED_LIMIT_PERCENT = 10.0  # of prompt tokens, beyond what --shared-prefix makes
 SECRET = {"api_key", "header"}
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)
 
@@ -252,6 +253,14 @@ def answer_notes(found: RunResult) -> list[str]:
                 "asked for: they ended by themselves. --ignore-eos makes runs comparable."
             )
             break
+    cached = max(
+        (level.value("server_prefix_hit_percent") or 0.0 for level in found.measured), default=0.0
+    )
+    if cached > 100 * found.settings.get("shared_prefix", 0.0) + CACHED_LIMIT_PERCENT:
+        notes.append(
+            f"The server had up to {cached:.0f}% of the prompt tokens in its prefix cache: it has seen "
+            "these prompts before. For new ones choose another --seed, or start the server again."
+        )
     if any(level.value("without_text") for level in found.measured):
         notes.append("Some complete answers had no text: they have no TTFT, ITL and TPOT.")
     return notes

@@ -162,7 +162,7 @@ class Watch(threading.Thread):
         found: dict[str, float] = {}
         for name in GAUGES:
             column = [values[name] for values in self.seen if name in values]
-            if column:
+            if column and not (name == "gpu_memory_bytes" and max(column) == 0):  # no GPU
                 found[f"server_{name}_peak"] = max(column)
         for name in COUNTERS:
             column = [values[name] for values in self.seen if name in values]

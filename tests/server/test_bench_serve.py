@@ -19,7 +19,7 @@ from scripts.loadtest import selftest
 from scripts.loadtest.figures import Round, percentile
 from scripts.loadtest.records import Level
 from scripts.loadtest.result import LevelResult, RunResult
-from scripts.loadtest.run import client_notes
+from scripts.loadtest.run import answer_notes, client_notes
 from scripts.loadtest.workload import poisson_arrivals
 from tests.server.openai_stub import OpenAIStub, Seen
 
@@ -324,6 +324,14 @@ def test_the_self_test_reads_every_chunk() -> None:
     assert measured.chunks_per_s > 0
     assert 0 < measured.reads_per_chunk <= 1
     assert measured.capacity > 0
+
+
+def test_prompts_that_the_server_knows_are_named() -> None:
+    level = LevelResult(Level("closed", 1), [Round({"server_prefix_hit_percent": 55.0})])
+    assert answer_notes(RunResult({"shared_prefix": 0.5}, levels=[level])) == []
+    notes = answer_notes(RunResult({"shared_prefix": 0.0}, levels=[level]))
+    assert "up to 55% of the prompt tokens" in notes[0]
+    assert "--seed" in notes[0]
 
 
 def test_a_busy_client_is_named_as_the_limit() -> None:

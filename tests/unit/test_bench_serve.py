@@ -27,7 +27,7 @@ from scripts.loadtest.records import Level, Record
 from scripts.loadtest.result import LevelResult, RunResult, read, write
 from scripts.loadtest.scan import LONGEST_LINE, BadStream, StreamScan
 from scripts.loadtest.slo import Slo
-from scripts.loadtest.watch import read_values
+from scripts.loadtest.watch import ServerInfo, Watch, read_values
 from scripts.loadtest.workload import Lengths, Workload, poisson_arrivals, read_dataset
 
 
@@ -421,6 +421,16 @@ def test_results_have_no_nan_and_wrong_files_are_refused(tmp_path: Path) -> None
     for name, message in (("b", "no result of"), ("c", "not JSON"), ("missing", "cannot read")):
         with pytest.raises(ValueError, match=message):
             read(tmp_path / f"{name}.json")
+
+
+def test_watch_gives_peaks_and_growth() -> None:
+    watch = Watch(ServerInfo("http://127.0.0.1:9"))
+    watch.seen = [
+        {"kv_use": 0.2, "gpu_memory_bytes": 0.0, "prefix_queries": 100.0, "prefix_hits": 50.0},
+        {"kv_use": 0.7, "gpu_memory_bytes": 0.0, "prefix_queries": 200.0, "prefix_hits": 75.0},
+        {"kv_use": 0.1, "gpu_memory_bytes": 0.0, "prefix_queries": 300.0, "prefix_hits": 80.0},
+    ]
+    assert watch.figures() == {"server_kv_use_peak": 0.7, "server_prefix_hit_percent": 15.0}
 
 
 def test_metrics_of_several_servers_are_understood() -> None:
