@@ -173,6 +173,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
   const int loader = threadIdx.x % LOADERS;
   Cursor next{cluster, first_chunk};
   if (!loads_weights) grid_dependency_wait();  // x is read from here on
+#pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
     if (s < loads) {
       if (loads_weights) load_weights(op, ring + s * STAGE, next, loader);

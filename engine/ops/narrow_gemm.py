@@ -37,8 +37,9 @@ CHOSEN_BYTES = 64 << 20  # of W: the library reads large matrices well, those of
 
 MAX_ROWS = 128
 THREADS = 256
-MAX_STAGES = 8
+MAX_STAGES = 16
 MIN_STAGES = 3  # fewer leave the memory idle
+IN_FLIGHT = 64 * 1024  # bytes of W that an SM should have under way
 CLUSTERS = (1, 2, 4, 8)
 MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
 
@@ -270,14 +271,14 @@ def unstaged_plans(column_tiles: int, n: int, k: int, device: Device) -> Iterato
 
 
 def with_stages(plan: Plan, device: Device) -> Plan | None:
-    """As many stages as fit, or as a block with few chunks can use; None if too few fit.
-
-    Less shared memory lets the next kernel's blocks fetch their first weights while this one ends.
+    """As many stages as it takes to have enough of W under way, or all that a block reads; None if too
+    few fit. More would do harm: in what is left, the next kernel's blocks fetch their first weights.
     """
     tiling, columns = plan.tiling, 8 * plan.column_tiles
     stage = 2 * tiling.chunk * (tiling.rows + columns)
     exchange = 4 * tiling.rows * columns * max(1, tiling.warps_k - 1)
-    wanted = MAX_STAGES if plan.block_chunks >= MAX_STAGES else max(4, plan.block_chunks)
+    under_way = min(plan.block_chunks, -(-IN_FLIGHT // (2 * tiling.chunk * plan.tile_rows)))
+    wanted = max(MIN_STAGES, min(MAX_STAGES, under_way + 1))
     stages = min(wanted, (device.smem_limit - exchange) // stage)
     if stages < MIN_STAGES:
         return None
@@ -287,11 +288,11 @@ def with_stages(plan: Plan, device: Device) -> Plan | None:
 def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
     """Microseconds from the first load to the last store, but for a constant."""
     tiling, columns = plan.tiling, 8 * plan.column_tiles
-    chunk_bytes = 2 * tiling.chunk * (plan.tile_rows + columns)
-    rate = min(L2_RATE, (plan.stages - 1) * chunk_bytes / LATENCY_US)
+    w_bytes, x_bytes = 2 * tiling.chunk * plan.tile_rows, 2 * tiling.chunk * columns  # of a chunk
     time = max(
         2 * n * k / (device.num_sms * MEMORY_RATE),
-        plan.block_chunks * chunk_bytes / rate,
+        plan.block_chunks / (plan.stages - 1) * LATENCY_US,
+        plan.block_chunks * (w_bytes + x_bytes) / L2_RATE,
         plan.block_chunks * tiling.chunk * tiling.rows * columns / PRODUCT_RATE,
     )
     sums = 4 * plan.tile_rows * columns
