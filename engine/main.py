@@ -233,6 +233,7 @@ def stats_of(loop: StepLoop, epoch: int) -> EngineStats:
         preemptions=scheduler.preemptions,
         aborts=scheduler.aborts,
         nan_events=loop.nan_events,
+        failed_steps=loop.failed_steps,
         num_host_blocks=tier.num_slots if tier else 0,
         num_used_host_blocks=tier.num_used if tier else 0,
         num_swapped=tier.num_swapped if tier else 0,

@@ -236,6 +236,11 @@ class Exporter:
             "Steps with logits that were NaN or infinite.",
             stats.nan_events if stats else 0,
         )
+        yield self._counter(
+            "srv:failed_steps",
+            "Steps that did not run for lack of GPU memory; their requests failed.",
+            stats.failed_steps if stats else 0,
+        )
         yield self._gauge(
             "srv:engine_last_step_age_seconds",
             "Since the last step ended; grows while there is nothing to do.",

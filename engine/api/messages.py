@@ -362,6 +362,7 @@ class EngineStats(Message):
     num_host_blocks: int = 0  # of --swap-space
     num_used_host_blocks: int = 0
     num_swapped: int = 0  # of num_waiting: preempted, with their KV kept in host memory
+    failed_steps: int = 0  # steps that did not run for lack of memory
 
 
 class EngineFailed(Message):

@@ -50,6 +50,7 @@ DASHBOARD_NAMES = [
     "srv:engine_last_step_age_seconds",
     "srv:gpu_memory_used_bytes",
     "srv:nan_events_total",
+    "srv:failed_steps_total",
     "srv:late_messages_total",
 ]
 
@@ -149,11 +150,12 @@ async def test_the_state_of_the_engine(site: Site) -> None:
             step_in_flight_ms=0.0, rss_bytes=11, gpu_memory_bytes=12,
         ),
     )  # fmt: skip
-    site.backend.stats(steps=1, nan_events=2)
+    site.backend.stats(steps=1, nan_events=2, failed_steps=3)
     await eventually(lambda: status.stats is not None and status.gpu_memory_bytes == 12)
     found = await samples(site)
     assert found["srv:gpu_memory_used_bytes"] == 12
     assert found["srv:nan_events_total"] == 2
+    assert found["srv:failed_steps_total"] == 3
     assert found["srv:engine_last_step_age_seconds"] > 0
 
 
