@@ -30,7 +30,7 @@ class Piece:
     logprobs: list[TokenLogprobText]
     finish_reason: str | None
     stop_reason: str | int | None
-    parts: list[tuple[str, int]]  # the text as it arrived, each with the tokens generated until then
+    parts: list[tuple[str, int]]  # the text as it arrived, with the tokens generated until then
     token_ids: bytes = b""  # int32: those generated since the last piece, if wanted
 
 
@@ -185,7 +185,8 @@ class RequestStream:
         limit = self.write_limit
         if limit is not None and self.num_pending_chars > MAX_PENDING_CHARS:
             self.write_limit = None
-            limit.reschedule(self._loop.time())
+            if not limit.expired():
+                limit.reschedule(self._loop.time())
 
     def finish(self, choice: Choice, reason: str, stop_reason: str | int | None) -> None:
         choice.finish_reason = reason

@@ -34,7 +34,7 @@ class ChatTemplate:
     """One template, and the forms in which it wants messages."""
 
     def __init__(
-        self, text: str, special_tokens: dict[str, str], renderer: TemplateRenderer, seconds: float
+        self, text: str, special_tokens: dict[str, Any], renderer: TemplateRenderer, seconds: float
     ) -> None:
         """Tries the template. Raises TemplateSyntax or TemplateTimeout if it is none or does not end."""
         self.text = text
@@ -98,7 +98,8 @@ class ChatRenderer:
         """Tries the template. Raises TokenizerLoadError if it is no template or does not end."""
         self._renderer = TemplateRenderer()
         self._special_tokens = {
-            name: str(token) for name, token in tokenizer.special_tokens_map.items()
+            name: [str(t) for t in token] if isinstance(token, list) else str(token)
+            for name, token in tokenizer.special_tokens_map.items()
         }
         self._own: ChatTemplate | None = None
         self._for_tools: ChatTemplate | None = None

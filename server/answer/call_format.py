@@ -13,6 +13,7 @@ import secrets
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from server.answer.call_json import Begun, Complete, Incomplete, NotACall, read_call, skip_space
@@ -133,6 +134,7 @@ HERMES_EXAMPLES = (  # as templates show them to the model
 FORMATS = {fmt.name: fmt for fmt in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
 
 
+@lru_cache(8)
 def detect(template: str) -> CallFormat | None:
     """The format that a chat template asks of its model, if that is beyond doubt."""
     plain = template.replace("\\", "")  # of escapes in its strings

@@ -24,7 +24,8 @@ def with_tools_as_text(
     messages: list[Message], tools: list[dict[str, Any]], fmt: CallFormat, template: str
 ) -> list[Message]:
     """The messages in a form that loses nothing in `template`; "": there is none to suit."""
-    if not template:
+    has_calls = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+    if not template or not (tools or has_calls):
         return messages
     if not READS_CALLS.search(template):
         messages = [with_calls_as_text(message, fmt) for message in messages]

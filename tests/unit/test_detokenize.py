@@ -196,3 +196,15 @@ def test_a_tokenizer_that_decodes_otherwise_falls_back(caplog):
     assert "decodes otherwise" in caplog.text
     ids = tokenizer.encode("Hello world")
     assert stream_text(vocabulary, ids, True) == whole_text(tokenizer, ids, True)
+
+
+def test_special_tokens_may_be_shown_one_by_one():
+    start, end = (BYTE_VOCABULARY.names.index(name) for name in ("<|im_start|>", "<|im_end|>"))
+    letter = BYTE_VOCABULARY.names.index("a")
+    for shown, expected in (([], "a"), (["<|im_start|>"], "<|im_start|>a"), (["absent"], "a")):
+        stream = text_stream(BYTE_VOCABULARY, True, shown_special=shown)
+        assert "".join(stream.push(i) for i in (start, letter, end)) + stream.finish() == expected
+    other = Vocabulary(word_piece())
+    separator = other.names.index("[SEP]")
+    assert text_stream(other, True, shown_special=["[SEP]"]).push(separator).strip() == "[SEP]"
+    assert text_stream(other, True).push(separator) == ""

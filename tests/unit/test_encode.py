@@ -14,7 +14,7 @@ from engine.api.messages import (
     decoder,
     encoder,
 )
-from engine.api.sampling import SamplingParams, choice_seed
+from engine.api.sampling import SamplingParams, StructuredOutput, choice_seed
 from tests.unit.tokenizers_for_tests import byte_fallback, byte_level, save, word_piece
 from tokenizer_proc import chat as chat_module
 from tokenizer_proc.bound import TokenBound, token_bound
@@ -400,6 +400,24 @@ def test_no_template_says_how_to_give_one():
     error = error_of(chat("hi"), encoder=encoder)
     assert error.status == 400
     assert "--chat-template" in error.message
+
+
+def test_the_end_of_a_chat_is_told_and_decides_what_is_forced():
+    thinking = "{{ messages[0]['content'] }}{% if think %}<think>\n{% endif %}"
+    encoder = Encoder(byte_level(chat_template=thinking))
+    plain, after = StructuredOutput("regex", "a"), StructuredOutput("regex", "b")
+    for think in (False, True):
+        generate = Generate(
+            req_id=1,
+            prompt=chat("x" * 100, chat_template_kwargs={"think": think}),
+            params=SamplingParams(structured=plain),
+            arrival_ns=1,
+            reasoning_mark="<think>",
+            structured_after_mark=after,
+        )
+        prepared = prepare(encoder, generate, limits(max_model_len=512, num_blocks=999))
+        assert prepared.requests[0].params.structured == (after if think else plain)
+        assert prepared.prompt_end.endswith("x<think>\n" if think else "xx")
 
 
 def test_bos_is_never_doubled():
