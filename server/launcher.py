@@ -27,7 +27,7 @@ from server.config import ServerConfig, shown_settings
 from server.health import EngineStatus
 from server.http_server import HttpServer, bind, close_all, is_loopback, url_of
 from server.metrics import Exporter, Metrics
-from server.model_check import sampling_defaults
+from server.model_check import model_digest, sampling_defaults
 from server.processes import Child, run_with_progress
 from server.progress import ProgressReport
 from server.run_dir import private_run_dir
@@ -37,6 +37,10 @@ from server.tls import tls_context
 
 logger = logging.getLogger(__name__)
 
+NO_KEY = (
+    "others can reach %s and no key is set: whoever does may use it; give --api-key-file, or "
+    "--host 127.0.0.1"
+)
 FLUSH_S = 2.0  # for handlers to write their last event
 FAILURE_WAIT_S = 0.15  # for a dying engine's last message to arrive
 DRAIN_POLL_S = 0.02
@@ -92,11 +96,7 @@ class Launcher:
         await self.http.start()
         logger.info("listening on %s, loading", self.url)
         if self.is_exposed and not self.service.access.user_keys:
-            logger.warning(
-                "others can reach %s and no key is set: whoever does may use it; give --api-key-file, "
-                "or --host 127.0.0.1",
-                self.url,
-            )
+            logger.warning(NO_KEY, self.url)
         log_settings(self.config, self.engine)
         work = asyncio.create_task(self.start_and_watch())
         stop = asyncio.create_task(self.stop_asked.wait())
@@ -164,6 +164,7 @@ class Launcher:
         ]
         try:
             model, tokenizer = await self.prepare_model()
+            self.service.model_digest = model_digest(model)
             if self.config.generation_config == "auto":
                 self.service.defaults = sampling_defaults(model)
                 logger.info("defaults of requests: %s", self.service.defaults.describe())

@@ -33,8 +33,17 @@ async def receive_object(request: web.Request) -> dict[str, Any]:
 
 
 def check_media_type(request: web.Request) -> None:
-    """A body without a Content-Type is taken for JSON; any other type must say JSON."""
+    """A body without a Content-Type is taken for JSON; any other type must say JSON.
+
+    Not so from a browser: a page of any origin may send such a body without asking first (Fetch, 3.2.2).
+    """
     if "Content-Type" not in request.headers:
+        if "Origin" in request.headers:
+            raise ApiError(
+                415,
+                "unsupported_media_type",
+                "Requests of web pages need a Content-Type: send application/json",
+            )
         return
     media_type = request.content_type.lower()
     if media_type != "application/json" and not media_type.endswith("+json"):

@@ -37,6 +37,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     engine_config: EngineConfig = field(default_factory=EngineConfig)
+    model_digest: str = ""  # known once the model is found
     live: dict[RequestStream, str] = field(default_factory=dict)  # with the X-Request-Id of each
     access: Access = field(init=False)
     cors: CorsPolicy | None = field(init=False)
@@ -134,7 +135,7 @@ class Service:
     def system_fingerprint(self) -> str:
         """Changes when answers to the same seed may: other version, model, arithmetic or device."""
         limits = self.client.status.limits
-        parts = [VERSION, self.model_names[0]]
+        parts = [VERSION, self.model_names[0], self.model_digest, self.engine_config.kv_cache_dtype]
         if limits is not None:
             parts += [limits.dtype, limits.device]
         return "fp_" + blake2b("|".join(parts).encode(), digest_size=5).hexdigest()

@@ -102,6 +102,13 @@ class HostTier:
             self._saves.pop(slot, None)
             self._idle.append(slot)
 
+    def forget_all(self) -> int:
+        """Forget all names but those that the next step reads; returns how many."""
+        names = [name for name, slot in self._slots.items() if slot not in self._loads]
+        for name in names:
+            self.discard(name)
+        return len(names)
+
     def take_copies(self) -> tuple[Copies, Copies]:
         """The next step's copies: out as (block, slot), in as (slot, block)."""
         out = [(block, slot) for slot, block in self._saves.items()]

@@ -195,8 +195,12 @@ class KVCacheManager:
         request.num_shared_blocks = 0
 
     def forget_prefixes(self) -> int:
-        """No later request finds a block of now; returns how many could be found. O(blocks)."""
-        return self.pool.forget_all()
+        """No later request finds a block of now, on device or host; returns how many could be found.
+
+        O(blocks).
+        """
+        num_on_host = self.tier.forget_all() if self.tier is not None else 0
+        return self.pool.forget_all() + num_on_host
 
     def map(self) -> list[tuple[BlockState, int]]:
         """States of all blocks in order, run-length encoded. O(blocks): on request only."""

@@ -10,6 +10,7 @@ import torch
 from engine.api.messages import Control, ControlAction, ControlResult
 from engine.control import ControlDesk, gpu_memory_bytes
 from engine.kv.block_pool import BlockPool
+from engine.kv.host_tier import HostTier
 from engine.kv.manager import KVCacheManager
 
 RESET, START, STOP = ControlAction
@@ -59,6 +60,23 @@ def test_all_names_are_forgotten_and_holders_keep_their_blocks() -> None:
     pool.check_invariants()
     assert pool.num_free == 7
     assert pool.forget_all() == 0
+
+
+def test_host_memory_is_forgotten_too() -> None:
+    """All but what the next step reads, whose slots are not free yet."""
+    tier = HostTier(4, keeps_all=True)
+    for block, name in ((1, b"a"), (2, b"b"), (3, b"c")):
+        tier.save(block, name)
+    tier.take_copies()
+    tier.reserve([b"c"])
+    assert tier.forget_all() == 2
+    tier.check_invariants()
+    assert [name in tier for name in (b"a", b"b", b"c")] == [False, False, True]
+    tier.load(b"c", 5)
+    tier.take_copies()
+    assert tier.forget_all() == 1
+    assert tier.num_used == 0
+    tier.check_invariants()
 
 
 def test_reset_tells_how_much_was_forgotten() -> None:

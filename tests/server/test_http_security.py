@@ -16,10 +16,11 @@ from server.access import Access, keys_of
 from server.cli import main, parse
 from server.config import ServerConfig, child_environment, shown_settings, with_environment
 from server.cors import CorsPolicy
+from server.http_server import bind, close_all, is_loopback
 from server.launcher import log_settings
 from server.settings_check import check_settings
 from tests.server import certificates
-from tests.server.conftest import Site, running_site
+from tests.server.conftest import Site, running_site, spawned
 
 TEXT = "/v1/completions"
 BODY = {"prompt": "x"}
@@ -230,6 +231,26 @@ def test_scheme_without_a_key_is_no_key() -> None:
     assert keys_of({"Authorization": ""}) == []
 
 
+@pytest.mark.parametrize(
+    ("host", "is_local"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)]
+)
+def test_addresses_that_others_can_reach(host: str, is_local: bool) -> None:
+    listeners = bind(host, 0)
+    assert all(is_loopback(listener) for listener in listeners) is is_local
+    close_all(listeners)
+
+
+def test_an_open_door_is_told_at_the_start(tmp_path: Path) -> None:
+    """The engine cannot start here, which takes long enough for the first lines of the log."""
+    for name, text in (("config.json", "{}"), ("model.safetensors", ""), ("tokenizer.json", "{}")):
+        (tmp_path / name).write_text(text)
+    with spawned(str(tmp_path), "--host", "0.0.0.0") as server:
+        server.process.wait(60)
+        log = server.log.read_text()
+    assert "others can reach http://0.0.0.0:" in log
+    assert "no key is set" in log
+
+
 # --- browsers -----------------------------------------------------------------------------------------
 
 ORIGIN = "https://chat.example.org"
@@ -322,6 +343,17 @@ async def test_narrow_methods_and_headers_and_credentials() -> None:
 def test_cors_settings_that_cannot_work(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_settings(ServerConfig(**settings), EngineConfig())
+
+
+async def test_pages_cannot_send_bodies_without_a_type(site: Site) -> None:
+    """Browsers do not ask before they send these, so any page could make the server work."""
+    data = json.dumps(BODY).encode()
+    for headers, expected in (({}, 200), ({"Origin": ORIGIN}, 415)):
+        async with site.session.post(
+            site.url + TEXT, data=data, headers=headers, skip_auto_headers=["Content-Type"]
+        ) as answer:
+            assert answer.status == expected
+    assert len(site.backend.generates) == 1
 
 
 def test_no_policy_without_origins() -> None:

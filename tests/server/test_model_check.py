@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.api.config import ConfigError
-from server.model_check import check_vocabulary
+from server.model_check import check_vocabulary, model_digest
 
 
 def write_tokenizer(folder, vocab):
@@ -29,3 +29,22 @@ def test_what_it_cannot_judge_is_left_to_the_tokenizer_process(tmp_path):
     check_vocabulary(tmp_path, 10)
     write_tokenizer(tmp_path, {"a": 99})
     check_vocabulary(tmp_path, None)  # no vocab_size
+
+
+def test_digest_tells_models_apart(tmp_path):
+    """Not by where they lie; fine-tunes of one shape differ in their weights only."""
+    digests = set()
+    for name, config, weights in (
+        ("a", "{}", b"x" * 10_000),
+        ("b", "{ }", b"x" * 10_000),
+        ("c", "{}", b"x" * 9_999 + b"y"),
+        ("d", "{}", b"x" * 10_001),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        (folder / "model.safetensors").write_bytes(weights)
+        digests.add(model_digest(str(folder)))
+    assert len(digests) == 4
+    assert model_digest(str((tmp_path / "a").rename(tmp_path / "moved"))) in digests
+    assert model_digest(str(tmp_path / "none")), "a .gguf file that is converted, for one"
