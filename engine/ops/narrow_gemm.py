@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import jit
-from engine.ops.skinny_gemm import device_limits, is_aligned
+from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_aligned
 
 # Where `linear` takes this kernel and not torch's library, on Hopper. To be set by what
 # `scripts/bench_kernels.py --only narrow_gemm` measures.
@@ -41,6 +41,7 @@ MAX_STAGES = 16
 MIN_STAGES = 3  # fewer leave the memory idle
 IN_FLIGHT = 64 * 1024  # bytes of W that an SM should have under way
 CLUSTERS = (1, 2, 4, 8)
+HOPPER_SMS = (16, 32, 60, 64, 78, 114, 132)  # of its cards, and of parts of them (MIG)
 MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
 
 # Of one SM of an H200, in bytes and multiply-adds a microsecond: what estimates are made of. Only their
@@ -315,7 +316,8 @@ def variant(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
-    """The products of a decoder for which this kernel pays."""
+    """The products of a decoder for which this kernel pays, on the current device or, if config.arch is
+    given, on every card of that architecture."""
     if config.dtype not in (torch.bfloat16, torch.float16):
         return []
     heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
@@ -327,12 +329,22 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
         (hidden, inner),
         (config.vocab_size, hidden),
     ]
-    device, found = device_of(), []
-    for rows in (16, 32, 64, 128):
-        for n, k in products:
-            if not (pays(rows, n, k, device) and supports(rows, n, k, config.dtype)):
-                continue
-            plan = make_plan(column_tiles_for(rows), n, k, device)
-            if plan is not None:
-                found.append(variant(plan, config.dtype))
+    found = []
+    for device in devices_of(config.arch):
+        for rows in (16, 32, 64, 128):
+            for n, k in products:
+                if not (pays(rows, n, k, device) and supports(rows, n, k, config.dtype)):
+                    continue
+                plan = make_plan(column_tiles_for(rows), n, k, device)
+                if plan is not None:
+                    found.append(variant(plan, config.dtype))
     return [spec for i, spec in enumerate(found) if spec not in found[:i]]
+
+
+def devices_of(arch: str | None) -> list[Device]:
+    """Those to compile for; of other architectures none, where the kernel is not chosen."""
+    if arch is None:
+        return [device_of()]
+    if arch != "sm_90a":
+        return []
+    return [Device(num_sms, SMEM_LIMITS[arch], has_clusters=True) for num_sms in HOPPER_SMS]

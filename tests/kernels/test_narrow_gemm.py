@@ -12,6 +12,7 @@ from engine.ops import narrow_gemm as op
 from engine.ops.narrow_gemm import Device, Plan, Tiling
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated
+from tests.kernels.models import MODELS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOPPER = Device(132, 227 * 1024, has_clusters=True)
@@ -134,6 +135,17 @@ def test_plans_cover_the_product_within_the_device(device: Device, column_tiles:
                 sums = 4 * tiling.rows * columns * max(1, tiling.warps_k - 1)
                 needed = plan.stages * 2 * tiling.chunk * (tiling.rows + columns) + sums
                 assert needed == plan.smem_bytes <= device.smem_limit
+
+
+def test_what_is_compiled_ahead_serves_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MODELS["Qwen2.5-7B"]
+    ahead = op.specs(replace(config, arch="sm_90a"))
+    for device in (HOPPER, Device(114, 227 * 1024, True), Device(60, 227 * 1024, True)):
+        monkeypatch.setattr(op, "device_of", lambda index=None, device=device: device)
+        wanted = op.specs(config)
+        assert wanted
+        assert all(spec in ahead for spec in wanted)
+    assert op.specs(replace(config, arch="sm_80")) == []
 
 
 def test_few_rows_take_tiles_of_one_block_and_many_take_clusters() -> None:
