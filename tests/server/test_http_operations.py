@@ -233,6 +233,7 @@ async def test_deep_health_of_an_engine_that_gives_no_token(site: Site) -> None:
     assert (status, body["status"]) == (503, "stalled")
     assert "one token" in body["reason"]
     assert site.service.client.num_live == 0
+    site.service.deep_check = DeepCheck(site.service.client)
     site.backend.script = lambda g: Script(finish=FinishReason.ERROR)
     status, body = await site.get("/health?deep=1")
     assert (status, body["status"]) == (503, "failing")
