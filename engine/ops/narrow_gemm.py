@@ -1,4 +1,4 @@
-"""y = x W^T for 9 to 128 rows, near the rate at which W can be read.
+"""y = x W^T for 9 to 128 rows, built to be bound by reading W.
 
 Contract
     x        [M, K] bfloat16 or float16, 1 <= M <= 128, K a multiple of 8, last dimension contiguous, rows at
@@ -45,7 +45,8 @@ HOPPER_SMS = (16, 32, 60, 64, 78, 114, 132)  # of its cards, and of parts of the
 MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
 
 # Of one SM of an H200, in bytes and multiply-adds a microsecond: what estimates are made of. Only their
-# ratios matter for the choice, and those are alike on other devices.
+# ratios matter for the choice, and those are alike on other devices. The first is a copy's rate, measured;
+# the others are taken from what is known of the architecture and are to be corrected by measurement.
 MEMORY_RATE = 32e3
 L2_RATE = 45e3  # what comes from memory counts, too
 PRODUCT_RATE = 2.0e6
