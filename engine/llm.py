@@ -210,14 +210,11 @@ class LLM:
             output, prepared = self._prepare(prompt, each)
             outputs.append(output)
             requests.append((output, prepared))
-        for output, prepared in requests:
-            for req_id, completion in enumerate(output.outputs, prepared.requests[0].req_id):
-                self.live[req_id] = (output, completion)
-            for request in prepared.requests:
-                self.processor.add(request, prepared.copies, wants_token_ids=True)
-            self.engine.loop.take(list(prepared.requests))
         with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm) as bar:
             try:
+                with uninterrupted():
+                    for output, prepared in requests:
+                        self._submit(output, prepared)
                 self._drive(outputs, bar)
             finally:  # on Ctrl-C: nothing of this batch may run on in the next one
                 with uninterrupted():
@@ -254,6 +251,13 @@ class LLM:
         output = RequestOutput(str(req_id), prepared.prompt_text, ids, completions)
         output.prompt_logprobs = None if params.prompt_logprobs is None else []
         return output, prepared
+
+    def _submit(self, output: RequestOutput, prepared: PreparedRequest) -> None:
+        for req_id, completion in enumerate(output.outputs, prepared.requests[0].req_id):
+            self.live[req_id] = (output, completion)
+        for request in prepared.requests:
+            self.processor.add(request, prepared.copies, wants_token_ids=True)
+        self.engine.loop.take(list(prepared.requests))
 
     def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
         started, generated = time.monotonic(), self.num_generated

@@ -1,12 +1,14 @@
 """The offline face: same names, rules and texts as over HTTP."""
 
+import json
 import os
+import re
 import signal
 import threading
 
 import pytest
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, StructuredOutput
 from engine.api.config import ConfigError
 from tests.engine_cpu.tiny_models import make_tiny
 from tokenizer_proc.errors import PromptError
@@ -237,3 +239,43 @@ def test_long_prompts_are_truncated_if_asked(llm):
     assert len(out.prompt_token_ids) == 256 - 4
     with pytest.raises(PromptError, match="maximum context length is 256"):
         llm.generate([ids], GREEDY, use_tqdm=False)
+
+
+def test_structured_output(llm):
+    schema = '{"type": "array", "items": {"enum": [1, 22]}, "minItems": 2, "maxItems": 3}'
+    params = SamplingParams(
+        structured=StructuredOutput("json", schema), n=3, seed=4, max_tokens=250, logprobs=0
+    )
+    before = free_blocks(llm)
+    [output, plain] = llm.generate(["a", "a"], [params, GREEDY], use_tqdm=False)
+    for completion in output.outputs:
+        values = json.loads(completion.text)
+        assert len(values) in (2, 3)
+        assert set(values) <= {1, 22}
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert len({tuple(c.token_ids) for c in output.outputs}) > 1
+    assert plain.outputs[0].text == llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert free_blocks(llm) == before
+
+
+def test_bad_words_and_allowed_token_ids(llm):
+    free = llm.generate("One two", GREEDY, use_tqdm=False)[0].outputs[0]
+    word = max(re.findall("[a-z]+", free.text), key=len)
+    params = SamplingParams(temperature=0.0, max_tokens=12, bad_words=[word])
+    assert word not in llm.generate("One two", params, use_tqdm=False)[0].outputs[0].text
+    params = SamplingParams(max_tokens=8, allowed_token_ids=[70, 71])
+    assert set(llm.generate("One two", params, use_tqdm=False)[0].outputs[0].token_ids) <= {70, 71}
+
+
+def test_constraints_that_cannot_work_are_refused(llm):
+    for wrong, param in (
+        ({"structured": StructuredOutput("regex", "(")}, "structured"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids"),
+    ):
+        with pytest.raises(PromptError) as caught:
+            llm.generate("x", SamplingParams(**wrong), use_tqdm=False)
+        assert caught.value.param == param
+    with pytest.raises(ValueError, match="allows no token"):
+        SamplingParams(allowed_token_ids=[])

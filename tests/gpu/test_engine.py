@@ -1,6 +1,7 @@
 """The whole engine on a GPU: against transformers in float32, and against itself."""
 
 import gc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 import transformers
 
 from engine.api.config import ConfigError
-from engine.api.messages import FinishReason
+from engine.api.messages import FinishReason, TokenPieces
+from engine.api.sampling import StructuredOutput
 from engine.models.config import ModelConfig
 from engine.ops import jit
 from engine.resolve import KV_DTYPES
@@ -19,6 +21,7 @@ from engine.weights.loader import load_model
 from tests.engine_cpu.harness import Harness
 from tests.engine_cpu.test_fp8_cache import rounded_sequences, with_scales
 from tests.engine_cpu.tiny_models import make_tiny
+from tokenizer_proc.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.gpu
 
@@ -389,3 +392,36 @@ def test_required_kernels_must_be_in_the_cache(tiny, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"kernels are not in .*--require-cached") as caught:
         build(tiny("llama"), require_cached=True)
     assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_constraints_on_the_device(tiny, enforce_eager):
+    """Masks of grammars, allowed ids and bad words, overlapped and in sequence, in a mixed batch."""
+    model = tiny("llama")
+    vocabulary = Vocabulary(transformers.AutoTokenizer.from_pretrained(model), 512)
+    pieces, special = vocabulary.everything.pieces, sorted(vocabulary.special_ids)
+    regex = StructuredOutput("regex", "[a-f]{3,20}-[0-9]{3}")
+    outcomes = []
+    for overlap in ("on", "off"):
+        harness = build(model, overlap=overlap, enforce_eager=enforce_eager)
+        harness.loop.take([TokenPieces(pieces=pieces, special_ids=special)])
+        for i, prompt in enumerate(prompts(16, seed=3, high=60)):
+            constraint = (
+                {"structured": regex},
+                {"allowed_token_ids": [40, 77, 511]},
+                {"bad_word_ids": [[i] for i in range(300)]},
+                {},
+            )[i % 4]
+            draw = {"temperature": 1.0, "seed": i, "logprobs": 2}
+            harness.add(i + 1, prompt, max_tokens=60, **draw, **constraint)
+        results = harness.run()
+        outcomes.append({i: results[i].token_ids for i in results})
+        for i in range(1, 17, 4):
+            text = b"".join(pieces[t] for t in results[i].token_ids).decode()
+            assert results[i].finish is FinishReason.STOP
+            assert re.fullmatch("[a-f]{3,20}-[0-9]{3}", text), text
+            assert set(results[i + 1].token_ids) <= {40, 77, 511}
+            assert min(results[i + 2].token_ids) >= 300
+            assert results[i + 3].finish is FinishReason.LENGTH
+        assert harness.loop.nan_events == 0
+    assert outcomes[0] == outcomes[1]
