@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from engine.api.messages import AbortRequests, AddRequest, Control, StepOutput, Submit, TokenPieces
@@ -111,13 +112,13 @@ class StepLoop:
         launched = None
         if plan is not None:
             self.step_started = time.monotonic()
-            launched = self.launch(plan)
+            launched = self.attempt(plan, partial(self.launch, plan))
         if self.overlap and self.in_flight is not None:
             self.commit(self.in_flight)
         if launched is not None:
-            self.runner.finish(launched.handle)  # if its sampling needed the tokens just committed
-            if not self.overlap:
-                self.commit(launched)
+            launched = self.attempt(launched.plan, partial(self.finish, launched))
+        if launched is not None and not self.overlap:
+            self.commit(launched)
         if self.overlap:
             self.in_flight = launched
         if self.in_flight is None:
@@ -135,10 +136,19 @@ class StepLoop:
             rejection = Rejection("invalid_schema", message, 0, 0) if error else None
             self.scheduler.add(request, time.monotonic_ns(), rejection)
 
-    def launch(self, plan: StepPlan) -> Launched | None:
-        """None if memory ran out: the requests of the plan then end with an error, and others go on."""
+    def launch(self, plan: StepPlan) -> Launched:
+        return Launched(plan, self.runner.launch(plan), self.step_started)
+
+    def finish(self, launched: Launched) -> Launched:
+        """Sample, if that needed the tokens just committed."""
+        self.runner.finish(launched.handle)
+        return launched
+
+    def attempt(self, plan: StepPlan, work: Callable[[], Launched]) -> Launched | None:
+        """The result of `work` on the latest plan. None if memory ran out: the requests of the plan then
+        end with an error, and others go on."""
         try:
-            return Launched(plan, self.runner.launch(plan), self.step_started)
+            return work()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,21 +25,38 @@ class Done:
         return self.result
 
 
-class FullRunner:
-    """A toy runner that runs out of memory in some steps, once their rows are set up."""
+NO_CONSTRAINTS = SimpleNamespace(grammars=None)
 
-    def __init__(self, toy, failing: set[int]) -> None:
+
+class FullRunner:
+    """A toy runner that runs out of memory in some steps, once their rows are set up, or in sampling."""
+
+    constraints = NO_CONSTRAINTS
+
+    def __init__(self, toy, failing: set[int], in_sampling: bool) -> None:
         self.toy = toy
         self.failing = failing
+        self.in_sampling = in_sampling
+        self.latest: StepPlan | None = None
         self.failed: list[StepPlan] = []
         self.releases = 0
 
     def launch(self, plan: StepPlan) -> Done:
-        if plan.step_id in self.failing:
+        self.latest = plan
+        if plan.step_id in self.failing and not self.in_sampling:
             self.toy._apply_changes(plan)
-            self.failed.append(plan)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            self.run_out()
         return Done(self.toy.launch(plan))
+
+    def finish(self, handle: Done) -> None:
+        assert self.latest is not None
+        if self.latest.step_id in self.failing:
+            self.run_out()
+
+    def run_out(self) -> None:
+        assert self.latest is not None
+        self.failed.append(self.latest)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def release_unused_memory(self) -> None:
         self.releases += 1
@@ -50,7 +68,7 @@ def test_requests_of_a_failed_step_end_and_others_go_on(seed: int, overlap: bool
     rng = random.Random(seed)
     engine = ToyEngine(num_blocks=22, budget=16, max_num_seqs=6)
     failing = {rng.randrange(1, 40) for _ in range(6)}
-    runner = FullRunner(engine.runner, failing)
+    runner = FullRunner(engine.runner, failing, in_sampling=seed % 2 == 1)
     loop = StepLoop(engine.scheduler, runner, engine.receive, overlap)
     shared = [[rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
     jobs = [random_job(rng, shared) for _ in range(40)]
@@ -83,6 +101,8 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     engine = ToyEngine()
 
     class BrokenRunner:
+        constraints = NO_CONSTRAINTS
+
         def launch(self, plan: StepPlan) -> Done:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
