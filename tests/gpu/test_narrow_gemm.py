@@ -141,7 +141,7 @@ def test_a_graph_sees_new_data_at_replay(
 
 def test_linear_takes_the_kernel_where_it_pays() -> None:
     w, bias = numbers(896, 896, scale=1 / 30), numbers(896)
-    for m in (9, 16, 64, 65, 128):
+    for m in (9, 16, 32, 33, 128):
         x = numbers(m, 896)
         got = linear(x, w, bias)
         assert_close(got, x.float() @ w.float().T + bias.float(), 2 * limit(BF16))
@@ -153,7 +153,7 @@ def test_linear_takes_the_kernel_where_it_pays() -> None:
     assert_close(linear(odd, w), odd.float() @ w.float().T, 2 * limit(BF16))
 
 
-@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("cluster", [c for c in op.CLUSTERS if c > 1])
 def test_as_many_clusters_run_at_a_time_as_plans_assume(cluster: int) -> None:
     if not op.device_of().has_clusters:
         pytest.skip("clusters are used on Hopper")
