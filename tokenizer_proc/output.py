@@ -86,18 +86,8 @@ class OutputProcessor:
         Requests that are unknown (aborted, or ended by a stop string some steps ago) are skipped.
         """
         deltas = Deltas(req_ids=[], texts=[], counts=[], finished=[])
-        for req_id, num_cached, queue_us in step.started:
-            live = self.live.get(req_id)
-            if live is not None:
-                ids = range(req_id, req_id + live.copies)
-                deltas.started += [(copy, num_cached, queue_us) for copy in ids]
-                if live.prompt is not None:
-                    deltas.prompt_logprobs.append((req_id, live.prompt.first()))
-        for columns in step.prompt_logprobs:
-            live = self.live.get(columns.req_id)
-            if live is not None and live.prompt is not None:
-                deltas.prompt_logprobs.append((columns.req_id, live.prompt.take(columns)))
-        abort_ids: list[int] = []
+        self._started(step, deltas)
+        abort_ids = self._prompts(step, deltas) if step.prompt_logprobs else []
         ends = {index: (reason, token) for index, reason, token in step.finished}
         logprobs = {entry.index: entry for entry in step.logprobs}
         first = 0
@@ -123,6 +113,34 @@ class OutputProcessor:
                 if index not in ends:
                     abort_ids.append(req_id)
         return deltas, abort_ids
+
+    def _started(self, step: StepOutput, deltas: Deltas) -> None:
+        for req_id, num_cached, queue_us in step.started:
+            live = self.live.get(req_id)
+            if live is not None:
+                ids = range(req_id, req_id + live.copies)
+                deltas.started += [(copy, num_cached, queue_us) for copy in ids]
+                if live.prompt is not None:
+                    deltas.prompt_logprobs.append((req_id, live.prompt.first()))
+
+    def _prompts(self, step: StepOutput, deltas: Deltas) -> list[int]:
+        """Prompt tokens with their log-probabilities; returns the ids of requests that failed."""
+        failed = []
+        for columns in step.prompt_logprobs:
+            req_id = columns.req_id
+            live = self.live.get(req_id)
+            if live is None or live.prompt is None:
+                continue
+            try:
+                deltas.prompt_logprobs.append((req_id, live.prompt.take(columns)))
+            except Exception:
+                logger.exception("request %d: its prompt cannot be turned into text", req_id)
+                row = len(deltas.req_ids)
+                add_row(deltas, req_id, "", 0, (FinishReason.ERROR, None))
+                add_copies(deltas, row, live.copies)
+                del self.live[req_id]
+                failed.append(req_id)
+        return failed
 
     def rejected(self, step: StepOutput) -> list[RequestError]:
         """Terminal messages for the live requests that the engine refused to run."""
