@@ -143,6 +143,16 @@ def test_a_prompt_without_completion_ends_with_no_text():
     assert processor.live == {}
 
 
+def test_a_prompt_that_cannot_be_told_of_ends_its_request_alone(caplog):
+    processor = OutputProcessor(VOCABULARY)
+    add(processor, prompt_logprobs=1, copies=2)
+    gap = columns(3, 1)  # tokens 1 and 2 are missing
+    deltas, aborts = processor.process(step({1: ids_of("x")}, prompt_logprobs=[gap]))
+    assert deltas.finished == [(0, FinishReason.ERROR, None), (1, FinishReason.ERROR, None)]
+    assert (deltas.req_ids, deltas.texts, aborts) == ([1, 2], ["", ""], [1])
+    assert processor.live == {}
+
+
 def test_copies_get_the_same_under_ids_of_their_own():
     processor = OutputProcessor(VOCABULARY)
     add(processor, copies=3, wants_token_ids=True, logprobs=0)
