@@ -14,11 +14,11 @@ from server.client import GenerateOptions
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.receive import receive_object
 from server.routes.generate import Envelope, Generation, id_list, respond, usage_of
-from server.schema.chat import parse_chat
+from server.schema.chat import ChatRequest, parse_chat
 from server.schema.fields import ignored_header
 from server.schema.limits import allowed_seconds, check_limits
 from server.schema.sampling import TokenDetails
-from server.service import NOTES, SERVICE
+from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
 
 REASONING_FIELDS = {
@@ -34,8 +34,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service.check_open()
     body = await receive_object(request)
     chat = parse_chat(body, service.defaults, service.chat_rules)
-    model = service.check_model(chat.model)
     request[NOTES].prefer_id(chat.request_id, request)
+    return await respond(request, *chat_work(chat, body, service), arrival_ns)
+
+
+def chat_work(
+    chat: ChatRequest, body: dict[str, Any], service: Service
+) -> tuple[Generation, "ChatFormat"]:
+    """What to generate and how to answer, for HTTP and for batches. Raises ApiError."""
+    model = service.check_model(chat.model)
     service.report_unknown(chat.ignored)
     check_limits(body, service.config)
     generation = Generation(
@@ -62,7 +69,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         REASONING_FIELDS[service.config.reasoning_field],
         chat.echo_text,
     )
-    return await respond(request, generation, fmt, arrival_ns)
+    return generation, fmt
 
 
 class ChatFormat:

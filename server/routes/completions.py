@@ -12,11 +12,11 @@ from server.client import GenerateOptions
 from server.logprobs import CompletionLogprobs, prompt_logprobs
 from server.receive import receive_object
 from server.routes.generate import Envelope, Generation, id_list, respond, usage_of
-from server.schema.completions import parse_completion
+from server.schema.completions import CompletionRequest, parse_completion
 from server.schema.fields import ignored_header
 from server.schema.limits import allowed_seconds, check_limits
 from server.schema.sampling import TokenDetails
-from server.service import NOTES, SERVICE
+from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
 
 
@@ -26,8 +26,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service.check_open()
     body = await receive_object(request)
     completion = parse_completion(body, service.defaults)
-    model = service.check_model(completion.model)
     request[NOTES].prefer_id(completion.request_id, request)
+    return await respond(request, *completion_work(completion, body, service), arrival_ns)
+
+
+def completion_work(
+    completion: CompletionRequest, body: dict[str, Any], service: Service
+) -> tuple[Generation, "CompletionFormat"]:
+    """What to generate and how to answer, for HTTP and for batches. Raises ApiError."""
+    model = service.check_model(completion.model)
     service.report_unknown(completion.ignored)
     check_limits(body, service.config)
     generation = Generation(
@@ -52,7 +59,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         echo=completion.echo,
         details=completion.details,
     )
-    return await respond(request, generation, fmt, arrival_ns)
+    return generation, fmt
 
 
 class CompletionFormat:
