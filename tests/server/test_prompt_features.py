@@ -115,6 +115,15 @@ async def client(server) -> AsyncIterator[Client]:
         yield Client(server, session)
 
 
+def close(value: Any) -> Any:
+    """The value with its fractions approximate: a cached prefix was computed in other chunks."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-3)
+    if isinstance(value, dict):
+        return {name: close(entry) for name, entry in value.items()}
+    return [close(entry) for entry in value] if isinstance(value, list) else value
+
+
 def check_lists(choice: dict[str, Any], num_top: int) -> dict[str, Any]:
     """The four lists: of equal length, in step with the text, and finite."""
     lists = choice["logprobs"]
@@ -209,7 +218,7 @@ async def test_echo_scores_the_prompt(client, reference, tokenizer, length, max_
             assert entries[str(token)]["logprob"] == value
     choices, usage = await client.streamed(TEXT, **body)
     assert choices[0]["text"] == choice["text"]
-    assert choices[0]["logprobs"] == lists
+    assert choices[0]["logprobs"] == close(lists)
     assert choices[0]["token_ids"] == choice["token_ids"]
     assert usage["completion_tokens"] == max_tokens
 
@@ -501,7 +510,7 @@ async def test_streamed_equals_not_streamed(client):
         for choice in whole["choices"]:
             parts = choices[choice["index"]]
             for name in ("text", "logprobs", "finish_reason", "stop_reason"):
-                assert parts[name] == choice[name], (body, name)
+                assert parts[name] == close(choice[name]), (body, name)
             assert parts["token_ids"] == choice.get("token_ids", [])
             if body["logprobs"] is not None:
                 check_lists(choice, body["logprobs"])
@@ -531,9 +540,8 @@ async def test_streamed_chats_equal_not_streamed(client):
         for choice in whole["choices"]:
             parts = choices[choice["index"]]
             assert parts["text"] == choice["message"]["content"]
-            assert (parts["logprobs"] or {"content": []})["content"] == choice["logprobs"][
-                "content"
-            ]
+            found = (parts["logprobs"] or {"content": []})["content"]
+            assert found == close(choice["logprobs"]["content"])
             assert parts["finish_reason"] == choice["finish_reason"]
         assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
 
