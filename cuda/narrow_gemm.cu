@@ -142,9 +142,13 @@ DEV void add_over_warps(const Sums& sums, float4* exchange, int warp_k) {
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     if (warp_k != f % WARPS_K) continue;
-    float4 total = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
+    // in order of the warps, whoever owns the fragment: a row's sums do not depend on its place
+    const int owner = f % WARPS_K;
+    const float4 own = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
+    float4 total = owner == 0 ? own : exchange[f * SLOTS * 32];
 #pragma unroll
-    for (int rank = 0; rank < WARPS_K - 1; rank++) total = plus(total, exchange[(f * SLOTS + rank) * 32]);
+    for (int w = 1; w < WARPS_K; w++)
+      total = plus(total, w == owner ? own : exchange[(f * SLOTS + w - (w > owner)) * 32]);
     exchange[f * SLOTS * 32] = total;
   }
 }

@@ -25,7 +25,7 @@ import torch
 
 from engine.ops.dependent_launch import launch_dependent
 from engine.ops.kernel_build import Built, Progress, build
-from engine.ops.kernel_cache import SOURCE_ROOT, Job, KernelCache
+from engine.ops.kernel_cache import Job, KernelCache, source_path
 from engine.ops.nvrtc import KernelBuildError
 
 Defines = Mapping[str, str | int | float]
@@ -190,7 +190,7 @@ class Kernel:
         self._functions: dict[int, Any] = {}  # by device: a CUDA module belongs to one
         self._packers: dict[tuple[type, ...], ArgumentPacker] = {}
         self._stream = RawStream()
-        self._is_dependent = "grid_dependency_wait" in (SOURCE_ROOT / source).read_text()
+        self._is_dependent = "grid_dependency_wait" in source_path(source).read_text()
         self._lock = threading.Lock()  # of the packers' buffers and the stream object
 
     def __call__(

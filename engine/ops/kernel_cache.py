@@ -80,6 +80,11 @@ class Entry:
 
 
 @cache
+def source_path(source: str) -> Path:
+    """Where cuda/`source` is."""
+    return SOURCE_ROOT / source
+
+
 def flatten(source: str) -> str:
     """Text of cuda/`source` with our own includes in place, each once.
 
@@ -106,7 +111,7 @@ def flatten(source: str) -> str:
         pieces.append(text[position:])
         return "".join(pieces)
 
-    return expand(SOURCE_ROOT / source)
+    return expand(source_path(source))
 
 
 class KernelCache:
