@@ -79,12 +79,12 @@ class Entry:
         return nvrtc.parse_warnings(self.log)
 
 
-@cache
 def source_path(source: str) -> Path:
     """Where cuda/`source` is."""
     return SOURCE_ROOT / source
 
 
+@cache
 def flatten(source: str) -> str:
     """Text of cuda/`source` with our own includes in place, each once.
 
