@@ -98,24 +98,14 @@ async def respond(
     request: web.Request, generation: Generation, fmt: Format, arrival_ns: int
 ) -> web.StreamResponse:
     service = request.app[SERVICE]
-    limits = service.client.status.limits
-    params = generation.options.params
-    service.check_queue(len(generation.prompts) * params.n)
-    if limits is not None:
-        check_vocabulary(params, limits.vocab_size)
-    metrics = service.client.metrics
-    metrics.params_n.observe(params.n)
-    if params.max_tokens is not None:
-        metrics.params_max_tokens.observe(params.max_tokens)
-    options = generation.options
-    if service.config.clamp_max_tokens:
-        options = msgspec.structs.replace(options, clamp_max_tokens=True)
-    stream = service.client.generate(generation.prompts, options, arrival_ns)
+    service.check_queue(len(generation.prompts) * generation.options.params.n)
+    stream = submit(generation, service, arrival_ns)
     notes = request[NOTES]
     notes.stream, notes.prompts = stream, generation.prompts
     request_id = notes.request_id
     service.live[stream] = request_id
     ids = [choice.req_id for choice in stream.choices]
+    service.reports.remember(request_id, range(ids[0], ids[-1] + 1))
     logger.debug("request id=%s received as %d..%d", request_id, ids[0], ids[-1])
     try:
         with Deadline(stream, service.config.queue_timeout, generation.total_s):
@@ -135,6 +125,20 @@ async def respond(
         del service.live[stream]
         notes.usage = usage_of(stream)
         logger.debug("request id=%s returned: %s", request_id, notes.usage)
+
+
+def submit(generation: Generation, service: Service, arrival_ns: int) -> RequestStream:
+    """Hand it to the engine. The caller must `abort` the stream in a `finally`. Raises ApiError."""
+    client, options = service.client, generation.options
+    params, limits = options.params, client.status.limits
+    if limits is not None:
+        check_vocabulary(params, limits.vocab_size)
+    client.metrics.params_n.observe(params.n)
+    if params.max_tokens is not None:
+        client.metrics.params_max_tokens.observe(params.max_tokens)
+    if service.config.clamp_max_tokens:
+        options = msgspec.structs.replace(options, clamp_max_tokens=True)
+    return client.generate(generation.prompts, options, arrival_ns)
 
 
 def wants_metrics(request: web.Request) -> bool:

@@ -1,0 +1,176 @@
+"""Answers the lines of a batch with an engine in this process."""
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import orjson
+from tqdm import tqdm
+
+from engine.api.config import EngineConfig
+from engine.llm import uninterrupted
+from scripts.operate.batch_file import Input, Line, Output
+from scripts.operate.local_client import BatchLLM, LocalClient, make_service
+from server.config import ServerConfig
+from server.deadline import Deadline
+from server.errors import ApiError, unsupported
+from server.routes.chat import chat_work
+from server.routes.completions import completion_work
+from server.routes.generate import Format, Generation, submit
+from server.schema.chat import parse_chat
+from server.schema.completions import parse_completion
+from server.service import Service
+from server.stream import RequestStream
+
+QUEUE_FACTOR = (
+    2  # completions in the engine, running and waiting, for each that can run at one time
+)
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+class Job:
+    """A line whose completions are under way."""
+
+    def __init__(self, line: Line, stream: RequestStream, fmt: Format) -> None:
+        self.line = line
+        self.stream = stream
+        self.fmt = fmt
+        self.cleanup = ExitStack()  # ends its requests and timers
+
+
+class BatchRun:
+    """Use once, as `asyncio.run(BatchRun(...).run())`: streams belong to an event loop."""
+
+    def __init__(
+        self,
+        service: Service,
+        client: LocalClient,
+        lines: Iterator[tuple[Line, dict[str, Any]]],
+        output: Output,
+        bar: "tqdm[Any]",
+    ) -> None:
+        self.service = service
+        self.client = client
+        self.lines = lines
+        self.output = output
+        self.bar = bar
+        self.jobs: list[Job] = []
+        self.num_tokens = 0
+        limits = client.status.limits
+        assert limits is not None
+        self.most_live = QUEUE_FACTOR * limits.max_num_seqs
+
+    async def run(self) -> None:
+        """Until all lines are answered. Ctrl-C (asyncio cancels the task) ends between two steps."""
+        started = time.monotonic()
+        try:
+            while self.fill() or self.jobs:
+                with uninterrupted():
+                    self.client.step()
+                    self.write_ended()
+                rate = self.num_tokens / (time.monotonic() - started)
+                self.bar.set_postfix_str(f"{rate:.1f} generated tok/s", refresh=False)
+                await asyncio.sleep(0)  # timers, and Ctrl-C
+        finally:
+            for job in self.jobs:
+                job.cleanup.close()
+
+    def fill(self) -> bool:
+        """Start lines until the engine has enough to do; was there one?"""
+        started = False
+        while self.client.num_live < self.most_live:
+            found = next(self.lines, None)
+            if found is None:
+                return started
+            started = True
+            self.start(*found)
+        return started
+
+    def start(self, line: Line, request: dict[str, Any]) -> None:
+        """Hand a line to the engine, or answer it at once with what is wrong with it."""
+        try:
+            check_request(request)
+            generation, fmt = self.read(request["url"], request["body"])
+            stream = submit(generation, self.service, time.monotonic_ns())
+        except InvalidLine as error:
+            self.output.error(line.custom_id, "invalid_request", str(error))
+            self.bar.update()
+            return
+        except ApiError as error:
+            self.write_error(line, error)
+            return
+        job = Job(line, stream, fmt)
+        job.cleanup.callback(self.client.abort, stream)
+        job.cleanup.enter_context(Deadline(stream, 0.0, generation.total_s))
+        self.jobs.append(job)
+
+    def read(self, url: str, body: dict[str, Any]) -> tuple[Generation, Format]:
+        """Raises ApiError."""
+        if body.get("stream"):
+            raise unsupported("stream", "stream: a batch has whole answers only; leave it out")
+        service = self.service
+        if url == PATHS[0]:
+            return chat_work(parse_chat(body, service.defaults, service.chat_rules), body, service)
+        return completion_work(parse_completion(body, service.defaults), body, service)
+
+    def write_ended(self) -> None:
+        ended = [job for job in self.jobs if job.stream.is_finished or job.stream.error]
+        for job in ended:
+            self.jobs.remove(job)
+            try:
+                if job.stream.error is not None:
+                    self.write_error(job.line, job.stream.error)
+                else:
+                    self.write_answer(job)
+            finally:
+                job.cleanup.close()
+
+    def write_answer(self, job: Job) -> None:
+        answer = job.fmt.whole(job.stream)
+        self.num_tokens += answer["usage"]["completion_tokens"]
+        self.output.answer(job.line.custom_id, 200, answer, uuid.uuid4().hex)
+        self.bar.update()
+
+    def write_error(self, line: Line, error: ApiError) -> None:
+        request_id = uuid.uuid4().hex
+        body = orjson.loads(error.body(request_id))
+        self.output.answer(line.custom_id, error.status, body, request_id)
+        self.bar.update()
+
+
+def answer(
+    server: ServerConfig, engine: EngineConfig, wanted: Input, lines: list[Line], output: Output
+) -> None:
+    """Load the model and answer `lines`. Raises ConfigError, KeyboardInterrupt."""
+    settings = dataclasses.asdict(engine)
+    del settings["model"], settings["tokenizer"]
+    llm = BatchLLM(
+        engine.model, tokenizer=engine.tokenizer, chat_template=server.chat_template, **settings
+    )
+    client = LocalClient(llm)
+    done = len(wanted.lines) - len(lines)
+    try:
+        with tqdm(total=len(wanted.lines), initial=done, desc="requests") as bar:
+            service = make_service(server, engine, client)
+            asyncio.run(BatchRun(service, client, wanted.read(lines), output, bar).run())
+    finally:
+        client.close()
+        llm.shutdown()
+
+
+class InvalidLine(ValueError):
+    """A line with a custom_id, but no request."""
+
+
+def check_request(request: dict[str, Any]) -> None:
+    """Raises InvalidLine with advice."""
+    if request.get("method", "POST") != "POST":
+        raise InvalidLine(f'method is {request["method"]!r:.80}; give "POST"')
+    if request.get("url") not in PATHS:
+        raise InvalidLine(f"url is {request.get('url')!r:.80}; answered are {' and '.join(PATHS)}")
+    if not isinstance(request.get("body"), dict):
+        raise InvalidLine("body must be an object, the body of the request")
