@@ -136,19 +136,6 @@ DEV void produce(const Params& p, const Smem& smem, const TensorMap* q_map, cons
   }
 }
 
-// Four lanes of a quad hold words v[0..3] each; afterwards lane t holds word t of lanes 0 ... 3.
-DEV void transpose_quad(u32 (&v)[4], int t) {
-  const bool odd = t & 1, high = t & 2;
-  for (int i = 0; i < 4; i += 2) {
-    const u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
-    if (odd) v[i] = got; else v[i + 1] = got;
-  }
-  for (int i = 0; i < 2; i++) {
-    const u32 got = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
-    if (high) v[i] = got; else v[i + 2] = got;
-  }
-}
-
 DEV float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

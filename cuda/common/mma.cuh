@@ -58,6 +58,14 @@ DEV void emulated_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 DEV void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulated_mma<unpack_bf16>(c, a, b0, b1); }
 DEV void mma_fp16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulated_mma<unpack_fp16>(c, a, b0, b1); }
 
+DEV u32 transpose_8x8(u32 pair) {
+  const int g = emulated_lane() >> 2, t = emulated_lane() & 3;
+  u32 result = 0;
+  for (int e = 0; e < 2; e++)
+    result |= (__shfl_sync(~0u, pair, 4 * (2 * t + e) + g / 2) >> 16 * (g & 1) & 0xffff) << 16 * e;
+  return result;
+}
+
 DEV float exp2_fast(float x) { return __builtin_exp2f(x); }
 DEV float log2_fast(float x) { return __builtin_log2f(x); }
 DEV float reciprocal_fast(float x) { return 1.f / x; }
@@ -96,6 +104,14 @@ DEV void mma_fp16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// A matrix of 8 x 8 numbers of 16 bits: lane 4 * g + t has columns 2t and 2t + 1 of row g, and gets those of
+// its transpose.
+DEV u32 transpose_8x8(u32 pair) {
+  u32 result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 // Of the special function unit: about 22 good bits, denormals are zero.
 DEV float exp2_fast(float x) {
   float y;
@@ -114,3 +130,16 @@ DEV float reciprocal_fast(float x) {
 }
 
 #endif
+
+// Four lanes of a quad hold words v[0..3] each; afterwards lane t holds word t of lanes 0 ... 3.
+DEV void transpose_quad(u32 (&v)[4], int t) {
+  const bool odd = t & 1, high = t & 2;
+  for (int i = 0; i < 4; i += 2) {
+    const u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
+    if (odd) v[i] = got; else v[i + 1] = got;
+  }
+  for (int i = 0; i < 2; i++) {
+    const u32 got = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
+    if (high) v[i] = got; else v[i + 2] = got;
+  }
+}

@@ -36,6 +36,13 @@ DEV void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+// At the barrier that lies at this address in block `rank` of the cluster.
+DEV void mbarrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
+               :: "r"(barrier), "r"(rank) : "memory");
+}
+
 DEV bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -74,10 +81,23 @@ DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
       :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
+// The same into every block of the cluster whose bit `blocks` has: each gets the box at this address of its
+// own memory, and its bytes count at its own barrier.
+DEV void tma_load_2d_to(u32 blocks, u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;"
+      :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)blocks) : "memory");
+}
 DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
       :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+// Fetches the map itself, ahead of the first copy that needs it.
+DEV void tensor_map_prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
 }
 
 // Orders this thread's plain writes to shared memory before later reads by wgmma or TMA.
@@ -116,16 +136,28 @@ template <int PENDING> DEV void wgmma_wait() {
 #define WGMMA_D8(d, i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
   "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_D32(d, i) WGMMA_D8(d, i), WGMMA_D8(d, i + 8), WGMMA_D8(d, i + 16), WGMMA_D8(d, i + 24)
+#define WGMMA_D16(d, i) WGMMA_D8(d, i), WGMMA_D8(d, i + 8)
+#define WGMMA_D32(d, i) WGMMA_D16(d, i), WGMMA_D16(d, i + 16)
 #define WGMMA_D64(d, i) WGMMA_D32(d, i), WGMMA_D32(d, i + 32)
+#define WGMMA_D48(d) WGMMA_D16(d, 0), WGMMA_D32(d, 16)
+#define WGMMA_D96(d) WGMMA_D32(d, 0), WGMMA_D64(d, 32)
+#define WGMMA_D128(d) WGMMA_D64(d, 0), WGMMA_D64(d, 64)
 
-#define WGMMA_NAMES_32                                                    \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_NAMES_64                                                                  \
-  WGMMA_NAMES_32                                                                        \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_NAMES_32 \
+  WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_NAMES_48 \
+  WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_NAMES_64 \
+  WGMMA_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_96 \
+  WGMMA_NAMES_64                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_NAMES_128 \
+  WGMMA_NAMES_96                                                                          \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // d = A B, or d += A B; A and B by descriptors, both with K along their rows.
 #define WGMMA_SS(n, names, accumulators, a, b, accumulate)                                   \
@@ -151,7 +183,12 @@ template <int PENDING> DEV void wgmma_wait() {
 
 template <int N> struct WgmmaSs;
 template <int N> struct WgmmaRs;
+WGMMA_SS(32, WGMMA_NAMES_16, WGMMA_D16(d, 0), "%16", "%17", "%18")
+WGMMA_SS(64, WGMMA_NAMES_32, WGMMA_D32(d, 0), "%32", "%33", "%34")
+WGMMA_SS(96, WGMMA_NAMES_48, WGMMA_D48(d), "%48", "%49", "%50")
 WGMMA_SS(128, WGMMA_NAMES_64, WGMMA_D64(d, 0), "%64", "%65", "%66")
+WGMMA_SS(192, WGMMA_NAMES_96, WGMMA_D96(d), "%96", "%97", "%98")
+WGMMA_SS(256, WGMMA_NAMES_128, WGMMA_D128(d), "%128", "%129", "%130")
 WGMMA_RS(64, WGMMA_NAMES_32, WGMMA_D32(d, 0), "%32, %33, %34, %35", "%36", "%37")
 WGMMA_RS(128, WGMMA_NAMES_64, WGMMA_D64(d, 0), "%64, %65, %66, %67", "%68", "%69")
 

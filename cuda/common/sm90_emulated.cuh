@@ -24,17 +24,22 @@ struct EmulatedMbarrier {
 };
 static_assert(sizeof(EmulatedMbarrier) == 8);
 DEV EmulatedMbarrier& emulated_mbarrier(u32 smem) { return *(EmulatedMbarrier*)shared_pointer(smem); }
+DEV EmulatedMbarrier& emulated_mbarrier_at(u32 smem, int rank) {
+  return *(EmulatedMbarrier*)emu::in_block_of_cluster(shared_pointer(smem), rank);
+}
+DEV u32 rank_in_cluster() { return emu::current->home - emu::cluster; }
 
 DEV void mbarrier_init(u32 barrier, u32 arrivals) {
   emulated_mbarrier(barrier) = {(u8)arrivals, (u8)arrivals, 0, 0, 0};
 }
 DEV void mbarrier_init_fence() {}
-DEV void mbarrier_arrive(u32 barrier) {
-  EmulatedMbarrier& b = emulated_mbarrier(barrier);
+DEV void mbarrier_arrive_at(u32 barrier, u32 rank) {
+  EmulatedMbarrier& b = emulated_mbarrier_at(barrier, rank);
   if (b.pending == 0) emu::fail("more arrivals at an mbarrier than it was initialised for");
   b.pending--;
   b.settle();
 }
+DEV void mbarrier_arrive(u32 barrier) { mbarrier_arrive_at(barrier, rank_in_cluster()); }
 DEV void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   emulated_mbarrier(barrier).bytes += bytes;
   mbarrier_arrive(barrier);
@@ -44,23 +49,24 @@ DEV void mbarrier_wait(u32 barrier, u32 parity) {
 }
 
 struct EmulatedNamedBarrier { int arrived; u32 round; };
-inline EmulatedNamedBarrier emulated_named_barriers[16];
+inline EmulatedNamedBarrier emulated_named_barriers[8][16];  // of the cluster's blocks
+DEV EmulatedNamedBarrier& emulated_named_barrier(int id) { return emulated_named_barriers[rank_in_cluster()][id]; }
 
 DEV void named_barrier_arrive(int id, int threads) {
-  EmulatedNamedBarrier& b = emulated_named_barriers[id];
+  EmulatedNamedBarrier& b = emulated_named_barrier(id);
   emu::progress++;
   if (++b.arrived == threads) b.arrived = 0, b.round++;
 }
 DEV void named_barrier_sync(int id, int threads) {
-  const u32 round = emulated_named_barriers[id].round;
+  const u32 round = emulated_named_barrier(id).round;
   named_barrier_arrive(id, threads);
-  while (emulated_named_barriers[id].round == round) emu::yield();
+  while (emulated_named_barrier(id).round == round) emu::yield();
 }
 
 // Innermost dimension first; strides in bytes, of the second and third dimension.
 struct alignas(64) TensorMap { u64 address, extent[3], stride[2], box[3], unused[7]; };
 
-DEV void emulated_load(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
+DEV void emulated_load(int rank, u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
   const u64 rows = map->box[1], planes = map->box[2];
   for (u64 r = 0; r < rows * planes; r++) {
     for (u64 c = 0; c < map->box[0]; c++) {
@@ -70,19 +76,24 @@ DEV void emulated_load(u32 smem, const TensorMap* map, u32 barrier, int x, int y
       u16 value = 0;
       if (inside)
         __builtin_memcpy(&value, (u8*)map->address + at[0] * 2 + at[1] * map->stride[0] + at[2] * map->stride[1], 2);
-      __builtin_memcpy(swizzled(smem + r * 128 + c * 2), &value, 2);
+      __builtin_memcpy(emu::in_block_of_cluster(swizzled(smem + r * 128 + c * 2), rank), &value, 2);
     }
   }
-  EmulatedMbarrier& b = emulated_mbarrier(barrier);
+  EmulatedMbarrier& b = emulated_mbarrier_at(barrier, rank);
   b.bytes -= (int)(rows * planes * map->box[0] * 2);
   b.settle();
 }
 DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
-  emulated_load(smem, map, barrier, x, y, 0);
+  emulated_load(rank_in_cluster(), smem, map, barrier, x, y, 0);
+}
+DEV void tma_load_2d_to(u32 blocks, u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
+  for (int rank = 0; rank < 8; rank++)
+    if (blocks >> rank & 1) emulated_load(rank, smem, map, barrier, x, y, 0);
 }
 DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
-  emulated_load(smem, map, barrier, x, y, z);
+  emulated_load(rank_in_cluster(), smem, map, barrier, x, y, z);
 }
+DEV void tensor_map_prefetch(const TensorMap*) {}
 DEV void fence_async_proxy() {}
 
 template <int REGISTERS> DEV void registers_take() {}

@@ -18,6 +18,7 @@ from engine.ops import (
     rope_and_cache,
     sample_cuda,
     skinny_gemm,
+    wide_gemm_sm90,
 )
 from engine.ops.jit import KernelConfig, VariantSpec
 
@@ -36,6 +37,7 @@ OPS = (
     rope_and_cache,
     sample_cuda,
     skinny_gemm,
+    wide_gemm_sm90,
 )
 
 

@@ -11,8 +11,8 @@ torch doing so at every call. That is 1.3 to 2.3 times faster for a few rows, an
 the result is the same, bit for bit, whatever the other rows are (the runner pads a lone row to two).
 Neither holds where oneDNN is missing and W is left as it is.
 
-On a GPU few rows go to one of our own kernels (engine/ops/skinny_gemm.py, engine/ops/narrow_gemm.py) where
-it is known to be faster, the others to torch's library.
+On a GPU few rows go to one of our own kernels (engine/ops/skinny_gemm.py, engine/ops/narrow_gemm.py,
+engine/ops/wide_gemm_sm90.py) where it is known to be faster, the others to torch's library.
 """
 
 from functools import cache
@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.narrow_gemm import is_chosen, narrow_gemm
 from engine.ops.skinny_gemm import linear_cuda
+from engine.ops.wide_gemm_sm90 import wide_gemm_sm90
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
 
@@ -32,6 +34,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda:
         if is_chosen(x, weight):
             return narrow_gemm(x, weight, bias)
+        if wide.is_chosen(x, weight):
+            return wide_gemm_sm90(x, weight, bias)
         return linear_cuda(x, weight, bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

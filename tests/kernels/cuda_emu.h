@@ -2,8 +2,8 @@
 //
 //   g++ -DSLUICE_EMULATE -include cuda_emu.h kernel.cpp
 //
-// Thread blocks run one after another, or with -DCLUSTER=n n at a time, as their cluster waits for each
-// other. Within a block every CUDA thread is a fiber (ucontext): it runs until it meets a barrier, a warp
+// Thread blocks run one after another (with -DEMU_BACKWARDS=1 the last one first), or with -DCLUSTER=n n at a
+// time, as their cluster waits for each other. Within a block every CUDA thread is a fiber (ucontext): it runs until it meets a barrier, a warp
 // shuffle or its end, then the next one runs. So each run takes the same order, and data races do not show;
 // what shows is wrong arithmetic, wrong indices and wrong geometry.
 //
@@ -292,7 +292,12 @@ void launch(void (*kernel)(A...), const unsigned* shape, size_t smem_bytes, void
   };
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x += CLUSTER_BLOCKS) run_cluster({x, y, z}, smem_bytes);
+      for (unsigned x = 0; x < grid.x; x += CLUSTER_BLOCKS)
+#ifdef EMU_BACKWARDS
+        run_cluster({grid.x - CLUSTER_BLOCKS - x, y, z}, smem_bytes);
+#else
+        run_cluster({x, y, z}, smem_bytes);
+#endif
 }
 
 }  // namespace emu

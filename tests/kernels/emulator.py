@@ -145,6 +145,16 @@ def emulated(*modules: ModuleType) -> Iterator[None]:
         forget(modules)
 
 
+def emulated_map(tensor: torch.Tensor, box: tuple[int, ...]) -> np.ndarray:
+    """As TensorMap in cuda/common/sm90_emulated.cuh."""
+    missing = 3 - tensor.dim()
+    extents = [*tensor.shape[::-1], *[1] * missing]
+    strides = [*(2 * s for s in tensor.stride()[-2::-1]), *[0] * missing]
+    boxes = [*box[::-1], *[1] * missing]
+    words = [tensor.data_ptr(), *extents, *strides, *boxes, *[0] * 7]
+    return np.array(words, np.uint64).view("V128")
+
+
 def forget(modules: Sequence[ModuleType]) -> None:
     """Empty the caches in which launchers keep kernels."""
     for module in modules:

@@ -34,6 +34,9 @@ OPS = {
 }
 
 
+OPTIONAL = {"wide_gemm_sm90.cu"}  # where its own CHOSEN says; compiled in test_wide_gemm_sm90.py
+
+
 def kernel_specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     return [spec for op in OPS.values() for spec in op.specs(config)]
 
@@ -82,7 +85,8 @@ def test_every_spec_names_an_entry_of_its_source() -> None:
 def test_every_source_is_reached_by_a_spec() -> None:
     named = {spec.source for config in MODELS.values() for spec in kernel_specs(config)}
     present = {path.name for path in SOURCE_ROOT.glob("*.cu")}
-    assert present == named
+    assert named <= present
+    assert present - named <= OPTIONAL
 
 
 # --- flattening ---

@@ -2,30 +2,18 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from engine.ops import paged_prefill_sm90 as op
 from engine.ops.paged_prefill import work_items
 from tests.kernels import emulator
-from tests.kernels.emulator import emulated
+from tests.kernels.emulator import emulated, emulated_map
 from tests.kernels.prefill_sm90_cases import assert_close, make_case
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-def emulated_map(tensor: Tensor, box: tuple[int, ...]) -> np.ndarray:
-    """As TensorMap in cuda/common/sm90_emulated.cuh."""
-    missing = 3 - tensor.dim()
-    extents = [*tensor.shape[::-1], *[1] * missing]
-    strides = [*(2 * s for s in tensor.stride()[-2::-1]), *[0] * missing]
-    boxes = [*box[::-1], *[1] * missing]
-    words = [tensor.data_ptr(), *extents, *strides, *boxes, *[0] * 7]
-    return np.array(words, np.uint64).view("V128")
 
 
 @pytest.fixture(autouse=True)
