@@ -37,7 +37,7 @@ constexpr int X_SHARE = COLUMNS / CLUSTER;             // rows of x that a block
 constexpr int STAGE = W_BYTES + COLUMNS * 128;
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int EIGHTS = COLUMNS / 8;                    // of 8 columns of sums; a lane has 4 numbers of each
-constexpr int AT_ONCE = 8;                             // eights whose parts are on their way
+constexpr int AT_ONCE = EIGHTS % 8 == 0 ? 8 : 4;       // eights whose parts are on their way
 // Only where sums are many do registers go from the fetching warps to the others: what the others do not
 // take is left for blocks of the next kernel.
 constexpr bool MOVES_REGISTERS = CONSUMERS > 1 && COLUMNS * HEIGHTS > 192;
@@ -82,42 +82,51 @@ struct Params {
   Work work;
 };
 
+// A unit and its place.
+struct Cursor {
+  int tile, chunk, num_chunks;
+  Place place;
+  DEV Cursor(int unit, int num_chunks) : tile(unit / num_chunks), chunk(unit % num_chunks), num_chunks(num_chunks) {}
+  DEV void advance() {
+    if (++chunk == num_chunks) chunk = 0, tile++;
+    place.advance();
+  }
+};
+
 // One thread.
 struct Producer {
   const Params& p;
   const Ring& ring;
   const TensorMap *w_map, *x_map;
-  int rank, first, last, ahead;  // units; those before `ahead` find their stages empty
-  Place w_place, x_place;
+  int rank, num_units, ahead;  // the first `ahead` units find their stages empty
+  Cursor w, x;                 // what is fetched next
 
-  DEV Producer(const Params& p, const Ring& ring, const TensorMap* w_map, const TensorMap* x_map, int cluster, int rank)
-      : p(p), ring(ring), w_map(w_map), x_map(x_map), rank(rank), first(p.work.first_unit(cluster)),
-        last(p.work.first_unit(cluster + 1)), ahead(min(last, first + STAGES)) {}
-  DEV void load_w(int unit) {
-    const u32 barrier = ring.full(w_place.stage);
+  DEV Producer(const Params& p, const Ring& ring, const TensorMap* w_map, const TensorMap* x_map, int first, int last, int rank)
+      : p(p), ring(ring), w_map(w_map), x_map(x_map), rank(rank), num_units(last - first), ahead(min(last - first, STAGES)),
+        w(first, p.work.num_chunks), x(w) {}
+  DEV void load_w() {
+    const u32 barrier = ring.full(w.place.stage);
     mbarrier_arrive_expect(barrier, (p.tile_rows + COLUMNS) * 128);
-    const int tile = unit / p.work.num_chunks, chunk = unit - tile * p.work.num_chunks;
-    tma_load_2d(ring.w(w_place.stage), w_map, barrier, chunk * CHUNK, (tile * CLUSTER + rank) * p.tile_rows);
-    w_place.advance();
+    tma_load_2d(ring.w(w.place.stage), w_map, barrier, w.chunk * CHUNK, (w.tile * CLUSTER + rank) * p.tile_rows);
+    w.advance();
   }
-  DEV void load_x(int unit) {
-    const u32 barrier = ring.full(x_place.stage), to = ring.x(x_place.stage) + rank * X_SHARE * 128;
-    const int x = unit % p.work.num_chunks * CHUNK, y = rank * X_SHARE;
-    if (CLUSTER > 1) tma_load_2d_to((1 << CLUSTER) - 1, to, x_map, barrier, x, y);
-    else tma_load_2d(to, x_map, barrier, x, y);
-    x_place.advance();
+  DEV void load_x() {
+    const u32 barrier = ring.full(x.place.stage), to = ring.x(x.place.stage) + rank * X_SHARE * 128;
+    if (CLUSTER > 1) tma_load_2d_to((1 << CLUSTER) - 1, to, x_map, barrier, x.chunk * CHUNK, rank * X_SHARE);
+    else tma_load_2d(to, x_map, barrier, x.chunk * CHUNK, 0);
+    x.advance();
   }
   // Before the kernel in front of this one has ended: it never writes W.
   DEV void start() {
-    for (int unit = first; unit < ahead; unit++) load_w(unit);
+    for (int i = 0; i < ahead; i++) load_w();
     tensor_map_prefetch(x_map);
   }
   DEV void run() {
-    for (int unit = first; unit < ahead; unit++) load_x(unit);
-    for (int unit = ahead; unit < last; unit++) {
-      mbarrier_wait(ring.empty(w_place.stage), w_place.parity ^ 1);
-      load_w(unit);
-      load_x(unit);
+    for (int i = 0; i < ahead; i++) load_x();
+    for (int i = ahead; i < num_units; i++) {
+      mbarrier_wait(ring.empty(w.place.stage), w.place.parity ^ 1);
+      load_w();
+      load_x();
     }
   }
 };
@@ -216,15 +225,14 @@ DEV void write(const Params& p, int first_row, const Sums& sums) {
 }
 
 // One warpgroup.
-DEV void consume(const Params& p, const Ring& ring, int cluster, int rank) {
+DEV void consume(const Params& p, const Ring& ring, int cluster, int first_unit, int last, int rank) {
   const int lane = threadIdx.x & 31, num_chunks = p.work.num_chunks;
-  const int last = p.work.first_unit(cluster + 1);
   const u32 w_offset = (threadIdx.x >> 7) * HEIGHTS * 64 * 128;
   auto release = [&](u32 stage) {
     if (lane < CLUSTER) mbarrier_arrive_at(ring.empty(stage), lane);
   };
   Place place;
-  for (int unit = p.work.first_unit(cluster); unit < last;) {
+  for (int unit = first_unit; unit < last;) {
     const int first = unit, tile = unit / num_chunks, end = min(last, (tile + 1) * num_chunks);
     Sums sums;
     u32 before = 0;  // the stage of the chunk before
@@ -245,6 +253,8 @@ DEV void consume(const Params& p, const Ring& ring, int cluster, int rank) {
     }
     wgmma_wait<0>();
     release(before);
+#pragma unroll
+    for (int h = 0; h < HEIGHTS; h++) wgmma_results(sums[h]);
     if (end - first == num_chunks || add_parts(p, cluster, tile, rank, sums))
       write(p, (tile * CLUSTER + rank) * p.tile_rows, sums);
   }
@@ -266,7 +276,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) wide_gemm_
   const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
   const Work work{num_chunks, grain, num_tiles * (num_chunks / grain), (int)gridDim.x / CLUSTER};
   const Params params{out, bias, parts, arrivals, m, n, out_stride, tile_rows, work};
-  Producer producer(params, ring, &w_map, &x_map, cluster, rank);
+  const int first = work.first_unit(cluster), last = work.first_unit(cluster + 1);
+  Producer producer(params, ring, &w_map, &x_map, first, last, rank);
   const bool produces = threadIdx.x == 128 * CONSUMERS;
   if (produces) {
     for (int i = 0; i < STAGES; i++) {
@@ -286,7 +297,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) wide_gemm_
     cluster_sync();       // no block ends while others send to it
   } else {
     if (MOVES_REGISTERS) registers_take<232>();
-    consume(params, ring, cluster, rank);
+    consume(params, ring, cluster, first, last, rank);
     cluster_sync();
   }
 }

@@ -127,6 +127,13 @@ template <int PENDING> DEV void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
+// To be called behind the wait: the compiler takes the accumulators for written when the product is started,
+// and might read them, for what comes later, in front of it.
+template <int SIZE> DEV void wgmma_results(float (&d)[SIZE]) {
+#pragma unroll
+  for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
 #if defined(SCALAR_FP16)
 #define WGMMA_TYPES "f32.f16.f16"
 #else

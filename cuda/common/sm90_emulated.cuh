@@ -103,6 +103,8 @@ DEV void wgmma_fence() {}
 DEV void wgmma_commit() {}
 template <int PENDING> DEV void wgmma_wait() { __syncwarp(); }  // a warp's part is done as a whole
 
+template <int SIZE> DEV void wgmma_results(float (&)[SIZE]) {}
+
 // Element of an operand by its descriptor: `row` of M or N, `k`.
 DEV float emulated_element(u64 descriptor, bool k_major, int row, int k) {
   const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
