@@ -30,9 +30,12 @@ from torch import Tensor
 from engine.ops import jit
 from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_aligned
 
-# Where `linear` takes this kernel and not torch's library, on Hopper: measured on an H200. Beyond, x is
-# read too often; within, the library is at best as fast, and cannot start before the kernel in front ends.
+# Where `linear` takes this kernel and not torch's library, on Hopper: measured in decode steps on an H200.
+# Beyond, x is read too often; within, the library is no faster, and cannot start before the kernel in front
+# has ended.
 CHOSEN_ROWS = range(9, 33)
+LARGE_BYTES = 24 << 20  # of W; with more,
+LARGE_ROWS = 16  # rows of x at most
 
 MAX_ROWS = 128
 THREADS = 256
@@ -160,7 +163,7 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel is the fastest for x [M, K], W [N, K] on their CUDA device."""
     m, (n, k) = x.shape[0], weight.shape
     return (
-        pays(m, device_of(x.device.index))
+        pays(m, n, k, device_of(x.device.index))
         and supports(m, n, k, x.dtype)
         and weight.is_contiguous()
         and is_aligned(x)
@@ -168,8 +171,9 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def pays(m: int, device: Device) -> bool:
-    return device.has_clusters and m in CHOSEN_ROWS
+def pays(m: int, n: int, k: int, device: Device) -> bool:
+    fits = m <= LARGE_ROWS or 2 * n * k <= LARGE_BYTES
+    return device.has_clusters and m in CHOSEN_ROWS and fits
 
 
 def check(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> None:
@@ -335,7 +339,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     for device in devices_of(config.arch):
         for rows in (16, 32):
             for n, k in products:
-                if not (pays(rows, device) and supports(rows, n, k, config.dtype)):
+                if not (pays(rows, n, k, device) and supports(rows, n, k, config.dtype)):
                     continue
                 plan = make_plan(column_tiles_for(rows), n, k, device)
                 if plan is not None:
