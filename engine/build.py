@@ -23,7 +23,7 @@ from engine.memory import GIB, GpuMemory, memory_for
 from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.plan import RowInit, StepPlan
-from engine.resolve import Resolved, decide_num_blocks, resolve
+from engine.resolve import Resolved, cache_rows, decide_num_blocks, resolve
 from engine.runner.request_table import RequestTable
 from engine.runner.runner import ModelRunner
 from engine.runner.sampler import Sampler
@@ -222,46 +222,19 @@ def warm_up(runner: ModelRunner, resolved: Resolved) -> None:
 def account(engine: Engine) -> list[str]:
     """The start-up table: what was decided and why, and what the memory buys."""
     r = engine.resolved
-    tokens = (r.num_blocks - 1) * r.block_size
-    kv_dtype = str(r.kv_dtype).removeprefix("torch.")
     rows = [
         ("model", f"{engine.model_config.architecture}, {engine.model_config.num_layers} layers"),
         ("device", device_line(r)),
         ("dtype", f"{engine.limits.dtype} ({r.reasons['dtype']})"),
         ("weights", f"{engine.weights_bytes / GIB:.2f} GiB in {engine.seconds['load']:.1f} s"),
-        (
-            "kv dtype",
-            f"{kv_dtype}, {r.block_bytes // r.block_size} bytes a token ({r.reasons['kv_dtype']})",
-        ),
-        (
-            "kv cache",
-            f"{(r.num_blocks - 1) * r.block_bytes / GIB:.2f} GiB = {r.num_blocks - 1} blocks of "
-            f"{r.block_size} = {tokens} tokens "
-            f"({r.reasons['num_blocks']})",
-        ),
-        ("max model len", f"{r.max_model_len} ({r.reasons['max_model_len']})"),
-        ("max num seqs", f"{r.max_num_seqs} ({r.reasons['max_num_seqs']})"),
-        (
-            "token budget",
-            f"{r.max_num_batched_tokens} a step ({r.reasons['max_num_batched_tokens']})",
-        ),
-        (
-            "concurrency",
-            f"{min(r.max_num_seqs, tokens // r.max_model_len)} sequences of {r.max_model_len} "
-            f"tokens, {min(r.max_num_seqs, tokens // min(1024, r.max_model_len))} of "
-            f"{min(1024, r.max_model_len)}",
-        ),
+        *cache_rows(r),
         ("swap space", swap_space_line(r)),
         ("attention", engine.loop.runner.attention.kernels),
         ("prefix caching", "on" if engine.config.enable_prefix_caching else "off"),
         ("overlap", f"{'on' if r.overlap else 'off'} ({r.reasons['overlap']})"),
     ]
     if engine.gpu_memory is not None:
-        total = engine.gpu_memory.total
-        rows += [
-            ("gpu memory", f"{size / GIB:7.2f} GiB  {size / total:6.1%}  {what}")
-            for what, size in [*engine.gpu_memory.rows(), ("total", total)]
-        ]
+        rows += [("gpu memory", line) for line in engine.gpu_memory.lines()]
     return [f"{name:>15}  {value}" for name, value in rows]
 
 

@@ -19,7 +19,7 @@ from engine.api.sampling import SamplingParams
 from engine.attention.base import allocate_kv_cache
 from engine.attention.paged import PagedAttention
 from engine.attention.paged_f32 import PagedAttentionF32
-from engine.memory import GIB, GpuMemory, memory_for
+from engine.memory import GpuMemory, memory_for
 from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.models.decoder import build_model
@@ -39,8 +39,6 @@ from engine.runner.runner import ModelRunner, distinct
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[Phase, float, str], None]
-
-GRAPH_RESERVE_BYTES = GIB // 2  # graphs are captured after the cache is sized
 
 
 def kernel_config(
@@ -139,23 +137,8 @@ def build_gpu_runner(
     with memory_for("measuring a full step", smaller, device):
         activations, tables = measure_activations(model_config, model, resolved)
     memory = GpuMemory(total, total - free_before, weights, activations, sampling_tables=tables)
-    allowed = int(total * config.gpu_memory_utilization)
-    for_cache = allowed - memory.others - weights - activations - tables
-    if not config.enforce_eager:
-        for_cache -= GRAPH_RESERVE_BYTES
-    if for_cache <= 0:
-        raise ConfigError(
-            f"no memory is left for the KV cache: --gpu-memory-utilization "
-            f"{config.gpu_memory_utilization:g} of {total / GIB:.1f} GiB allows "
-            f"{allowed / GIB:.1f}, but others hold {memory.others / GIB:.1f}, weights "
-            f"{weights / GIB:.1f}, a full step {activations / GIB:.1f} and sampling tables "
-            f"{tables / GIB:.1f}; raise it, lower --max-num-batched-tokens or --max-num-seqs, or free "
-            "the GPU",
-            exit_code=75,
-        )
-    decide_num_blocks(resolved, config, model_config, gpu_bytes=for_cache)
+    decide_num_blocks(resolved, config, model_config, gpu_bytes=memory.for_cache(config))
     memory.kv_cache = resolved.num_blocks * resolved.block_bytes
-    memory.reserve = total - allowed
 
     less_cache = "lower --gpu-memory-utilization or --num-blocks, or free the GPU"
     with memory_for("setting up the KV cache", less_cache, device):

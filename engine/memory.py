@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.api.config import ConfigError
+from engine.api.config import ConfigError, EngineConfig
 from engine.models.config import ModelConfig
 
 GIB = 2**30
+GRAPH_RESERVE_BYTES = GIB // 2  # graphs are captured after the cache is sized
+WORKSPACE_BYTES = GIB // 8  # see estimate_activations
 LARGEST_AUTO_BYTES = 4 * GIB  # beyond it a CPU is too slow to fill the cache
 
 
@@ -19,11 +21,11 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
     return per_token * block_size
 
 
-def kv_memory_bytes(asked_gib: float) -> tuple[int, str]:
-    """Bytes for the KV cache on a CPU, and why."""
+def kv_memory_bytes(asked_gib: float, to_load: int = 0) -> tuple[int, str]:
+    """Bytes for the KV cache on a CPU, and why. `to_load`: bytes that will be taken before it."""
     if asked_gib:
         return int(asked_gib * GIB), f"flag: {asked_gib:g} GiB"
-    free = available_memory_bytes()
+    free = max(0, available_memory_bytes() - to_load)
     chosen = min(free // 4, LARGEST_AUTO_BYTES)
     return chosen, f"auto: {chosen / GIB:.2f} of {free / GIB:.2f} GiB free"
 
@@ -90,7 +92,10 @@ def memory_state(device: torch.device) -> str:
 
 @dataclass
 class GpuMemory:
-    """Where a GPU's memory goes, in bytes. `rows` sums to `total`."""
+    """Where a GPU's memory goes, in bytes. `rows` sums to `total`.
+
+    At a start weights and activations are measured; scripts/doctor.py predicts them.
+    """
 
     total: int
     others: int  # held by other processes and by the driver before anything was loaded
@@ -100,12 +105,35 @@ class GpuMemory:
     graphs: int = 0
     reserve: int = 0  # left alone by --gpu-memory-utilization
     sampling_tables: int = 0  # of penalties and logit bias, if every row needed them
+    is_predicted: bool = False
+
+    def for_cache(self, config: EngineConfig) -> int:
+        """Bytes left for the KV cache; notes the reserve. Raises ConfigError (75) if there are none."""
+        share = config.gpu_memory_utilization
+        allowed = int(self.total * share)
+        left = allowed - self.others - self.weights - self.activations - self.sampling_tables
+        if not config.enforce_eager:
+            left -= GRAPH_RESERVE_BYTES
+        if left <= 0:
+            raise ConfigError(
+                f"no memory is left for the KV cache: --gpu-memory-utilization {share:g} of "
+                f"{self.total / GIB:.1f} GiB allows {allowed / GIB:.1f}, but others hold "
+                f"{self.others / GIB:.1f}, weights {self.weights / GIB:.1f}, a full step "
+                f"{self.activations / GIB:.1f} and sampling tables {self.sampling_tables / GIB:.1f}; "
+                "raise it, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU",
+                exit_code=75,
+            )
+        self.reserve = self.total - allowed
+        return left
 
     def rows(self) -> list[tuple[str, int]]:
         named = [
             ("other processes and driver", self.others),
             ("weights", self.weights),
-            ("activations (measured peak)", self.activations),
+            (
+                f"activations ({'estimate' if self.is_predicted else 'measured peak'})",
+                self.activations,
+            ),
             ("KV cache", self.kv_cache),
             ("sampling tables (kept free until needed)", self.sampling_tables),
             ("CUDA graphs", self.graphs),
@@ -113,3 +141,26 @@ class GpuMemory:
         ]
         used = sum(size for _, size in named)
         return [*named, ("unaccounted", self.total - used)]
+
+    def lines(self) -> list[str]:
+        """`rows` for people, with their sum."""
+        return [
+            f"{size / GIB:7.2f} GiB  {size / self.total:6.1%}  {what}"
+            for what, size in [*self.rows(), ("total", self.total)]
+        ]
+
+
+def estimate_activations(
+    model: ModelConfig, dtype: torch.dtype, max_tokens: int, max_seqs: int
+) -> int:
+    """Bytes that a full step takes beyond the weights, where it cannot be run to measure it.
+
+    What lives at the same time in a layer of engine/models/decoder.py (in its MLP, or before attention)
+    for `max_tokens`, logits of `max_seqs` rows, and room for the workspaces of attention, sampling and
+    libraries, which hardly depend on the model.
+    """
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size, kv_size = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    widest = max(4 * hidden + 3 * inner, 3 * hidden + 3 * q_size + kv_size)
+    values = max_tokens * widest + max_seqs * model.vocab_size
+    return values * dtype.itemsize + WORKSPACE_BYTES

@@ -66,13 +66,19 @@ class Resolved:
         self.reasons[name] = reason
 
 
-def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
+def resolve(
+    config: EngineConfig, model: ModelConfig, elsewhere: torch.device | None = None
+) -> Resolved:
     """Everything but the number of KV blocks, which depends on memory left after loading.
 
-    Raises ConfigError naming the flag, the value and what would work.
+    `elsewhere` decides for a device that need not be here; --block-size must be given then. Raises
+    ConfigError naming the flag, the value and what would work.
     """
     r = Resolved()
-    decide_device(r, config)
+    if elsewhere is None:
+        decide_device(r, config)
+    else:
+        r.set("device", elsewhere, "asked for")
     decide_dtype(r, config, model)
     decide_kv_dtype(r, config)
     decide_threads(r, config)
@@ -239,11 +245,16 @@ def decide_overlap(r: Resolved, config: EngineConfig) -> None:
 
 
 def decide_num_blocks(
-    r: Resolved, config: EngineConfig, model: ModelConfig, gpu_bytes: int | None = None
+    r: Resolved,
+    config: EngineConfig,
+    model: ModelConfig,
+    gpu_bytes: int | None = None,
+    to_load: int = 0,
 ) -> None:
     """Size the KV cache from the memory that is left once weights are loaded.
 
-    `gpu_bytes`: what a GPU has left for it (engine/memory.py measures that).
+    `gpu_bytes`: what a GPU has left for it (`GpuMemory.for_cache`). `to_load`: bytes of a CPU's memory
+    that weights will take, for a prediction.
 
     Shrinks max_model_len if it was `auto`; raises ConfigError (75) if a request of the asked length
     cannot fit, or if the cache that was asked for exceeds the memory that is free.
@@ -257,7 +268,7 @@ def decide_num_blocks(
         usable = max(0, gpu_bytes) // r.block_bytes - 1  # block 0 is reserved
         reason = f"auto: {gpu_bytes / 2**30:.2f} GiB within --gpu-memory-utilization"
     else:
-        memory, reason = kv_memory_bytes(config.kv_cache_gib)
+        memory, reason = kv_memory_bytes(config.kv_cache_gib, to_load)
         usable = memory // r.block_bytes
     if config.num_blocks or (config.kv_cache_gib and not r.is_gpu):
         check_cache_fits(r, config, usable)
@@ -300,3 +311,32 @@ def too_small(r: Resolved, config: EngineConfig, usable: int, largest: int) -> s
         f"cache, {usable * r.block_bytes / GIB:.3f} GiB ({usable} blocks) are available; fits with "
         f"--max-model-len {max(largest, r.block_size)} or {remedy}"
     )
+
+
+def cache_rows(r: Resolved) -> list[tuple[str, str]]:
+    """Of the start-up table: what was decided about lengths, batches and the KV cache."""
+    usable = r.num_blocks - 1
+    tokens, typical = usable * r.block_size, min(1024, r.max_model_len)
+    kv_dtype = str(r.kv_dtype).removeprefix("torch.")
+    return [
+        (
+            "kv dtype",
+            f"{kv_dtype}, {r.block_bytes // r.block_size} bytes a token ({r.reasons['kv_dtype']})",
+        ),
+        (
+            "kv cache",
+            f"{usable * r.block_bytes / GIB:.2f} GiB = {usable} blocks of {r.block_size} = {tokens} "
+            f"tokens ({r.reasons['num_blocks']})",
+        ),
+        ("max model len", f"{r.max_model_len} ({r.reasons['max_model_len']})"),
+        ("max num seqs", f"{r.max_num_seqs} ({r.reasons['max_num_seqs']})"),
+        (
+            "token budget",
+            f"{r.max_num_batched_tokens} a step ({r.reasons['max_num_batched_tokens']})",
+        ),
+        (
+            "concurrency",
+            f"{min(r.max_num_seqs, tokens // r.max_model_len)} sequences of {r.max_model_len} "
+            f"tokens, {min(r.max_num_seqs, tokens // typical)} of {typical}",
+        ),
+    ]

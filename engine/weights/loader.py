@@ -8,6 +8,7 @@ left over in the files is an error that names layer, tensor and file.
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,6 +62,13 @@ def load_model(
     model.kv_scales = reader.kv_scales(model.num_layers)
     reader.finish(config)
     return model
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that `load_model` takes on a GPU, found without loading anything."""
+    model = build_model(replace(config, max_model_len=1), dtype, torch.device("cpu"))
+    slots = [slot for layer in model.weighted_layers() for slot in layer.slots()]
+    return sum(math.prod(slot.shape) for slot in slots) * dtype.itemsize
 
 
 class Reader:
