@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from engine.api.messages import AbortRequests, AddRequest, Control, StepOutput, Submit, TokenPieces
+from engine.api.messages import (
+    AbortRequests,
+    AddRequest,
+    Control,
+    Inspect,
+    StepOutput,
+    Submit,
+    TokenPieces,
+)
 from engine.grammar_gate import GrammarGate
 from engine.memory import is_out_of_memory
 from engine.plan import StepPlan
@@ -71,7 +79,8 @@ class StepLoop:
         self.step_started = 0.0  # time.monotonic() of the running step; 0 between steps
         self.nan_events = 0  # steps with logits that are NaN or infinite
         self.failed_steps = 0  # not launched for lack of memory
-        self.on_control: Callable[[Control], None] | None = None  # offline nobody sends any
+        # what operators ask; offline nobody does
+        self.on_control: Callable[[Control | Inspect], None] | None = None
 
     def run(
         self, inbox: Inbox, stopping: Callable[[], bool], after_step: Callable[[], None]

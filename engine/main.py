@@ -27,6 +27,7 @@ from engine.api.messages import (
     EngineHello,
     EngineState,
     EngineStats,
+    Inspect,
     Phase,
     Sockets,
     StepOutput,
@@ -183,6 +184,7 @@ def serve(
     # These import torch: after the heartbeat has begun.
     from engine.build import build_engine
     from engine.control import ControlDesk, gpu_memory_bytes
+    from engine.inspection import Inspector
 
     engine = build_engine(config, send, launch.epoch, heartbeat.report)
     loop = engine.loop
@@ -191,7 +193,12 @@ def serve(
     desk = ControlDesk(
         loop.scheduler.kv, config.profile_dir, lambda result: state.send(encode(result))
     )
-    loop.on_control = desk.handle
+    inspector = Inspector(
+        loop.scheduler, loop.gate, lambda inspection: state.send(encode(inspection))
+    )
+    loop.on_control = lambda message: (
+        inspector.answer(message) if isinstance(message, Inspect) else desk.handle(message)
+    )
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     tokens.send(encode(EngineHello(epoch=launch.epoch, limits=engine.limits)))

@@ -13,11 +13,12 @@ from pathlib import Path
 from engine.api.config import ConfigError
 from server.config import ServerConfig
 from server.errors import ApiError
+from server.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/ready", "/version", *PAGE_PATHS})
 METRICS_PATH = "/metrics"
 ADMIN_PATHS = frozenset({"/server_info", "/start_profile", "/stop_profile"})
-ADMIN_PREFIX = "/admin/"
+ADMIN_PREFIXES = ("/admin/", "/debug/")
 KEY_HEADERS = ("api-key", "x-api-key")  # besides Authorization: Bearer KEY
 
 
@@ -47,7 +48,7 @@ class Access:
         )
 
     def is_admin_path(self, path: str) -> bool:
-        return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
+        return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)
 
     def is_open(self, path: str) -> bool:
         """Does `path` need no key?"""

@@ -10,8 +10,9 @@ from aiohttp import HttpVersion11, web
 
 from server.cors import is_preflight
 from server.errors import ApiError, internal_error
+from server.page import PAGE_PATHS
 from server.request_log import log_request
-from server.routes import chat, completions, health, models, operations, tokenize
+from server.routes import chat, completions, debug, health, models, operations, page, tokenize
 from server.service import NOTES, SERVICE, RequestNotes, Service, is_visible_id
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ GET: dict[str, Handler] = {
     "/metrics": health.metrics,
     "/v1/models": models.list_models,
     "/load": operations.load,
+    "/debug/kv": debug.kv,
+    "/debug/requests": debug.requests,
+    "/debug/requests/{id:.+}/timeline": debug.timeline,
+    "/debug/steps": debug.steps,
 }
 POST: dict[str, Handler] = {
     "/v1/chat/completions": chat.chat_completions,
@@ -64,6 +69,9 @@ def build_app(service: Service) -> web.Application:
         for spelling in (path, path + "/"):
             app.router.add_post(spelling, handler, expect_handler=expect)
     app.router.add_get("/v1/models/{id:.+}", models.get_model, expect_handler=expect)
+    if service.config.page:
+        for path in PAGE_PATHS:
+            app.router.add_get(path, page.page_file)
     app.on_response_prepare.append(add_headers)
     return app
 

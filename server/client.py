@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from engine.api.inspection import AnyReport
 from engine.api.messages import (
     Abort,
     Accepted,
@@ -37,11 +38,15 @@ from engine.api.messages import (
     EngineStats,
     FinishReason,
     Generate,
+    Ingress,
+    Inspect,
+    Inspection,
     Prompt,
     Replies,
     RequestError,
     Sockets,
     State,
+    Subject,
     Tokenize,
     TokenizeResult,
     TokenizerReady,
@@ -221,7 +226,14 @@ class EngineClient:
         result: ControlResult = await self._call(call_id, Control(call_id=call_id, action=action))
         return result.message
 
-    async def _call(self, call_id: int, message: Tokenize | Detokenize | Control) -> Any:
+    async def inspect(self, subject: Subject, last: int, req_ids: list[int]) -> AnyReport:
+        """What the engine says of itself between two steps, however long that takes."""
+        call_id = self._reserve_ids(1)
+        question = Inspect(call_id=call_id, subject=subject, last=last, req_ids=req_ids)
+        answer: Inspection = await self._call(call_id, question)
+        return answer.report
+
+    async def _call(self, call_id: int, message: Tokenize | Detokenize | Control | Inspect) -> Any:
         assert self._loop is not None
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call_id] = future
@@ -241,7 +253,7 @@ class EngineClient:
         self._next_id += n
         return first
 
-    def _send(self, message: Generate | Abort | Tokenize | Detokenize | Control) -> None:
+    def _send(self, message: Ingress) -> None:
         self._ingress.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _remove(self, req_id: int) -> Choice | None:
@@ -292,6 +304,8 @@ class EngineClient:
             self.status.on_stats(message)
         elif isinstance(message, ControlResult):
             self._on_control_result(message)
+        elif isinstance(message, Inspection):
+            self._on_call_result(message)
         elif isinstance(message, EngineFailed):
             self.status.failure = message
 
@@ -400,7 +414,9 @@ class EngineClient:
         if future is not None and not future.done():
             future.set_exception(ApiError(400, "invalid_value", result.message))
 
-    def _on_call_result(self, result: TokenizeResult | DetokenizeResult | ControlResult) -> None:
+    def _on_call_result(
+        self, result: TokenizeResult | DetokenizeResult | ControlResult | Inspection
+    ) -> None:
         future = self._calls.get(result.call_id)
         if future is not None and not future.done():
             future.set_result(result)

@@ -222,6 +222,13 @@ class ServerConfig:
         "header X-Request-Metrics: 1 asks for them",
         "http",
     )
+    page: bool = arg(
+        True,
+        "serve the page with a chat and a live view at /; it needs no key itself, what it asks for "
+        "does. Without it / is 404",
+        "http",
+        aliases=("--disable-page",),
+    )
 
 
 SECRETS = ("api_key", "admin_key")

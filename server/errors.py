@@ -13,6 +13,7 @@ TYPE_OF_STATUS = {
     500: "server_error",
     501: "not_implemented_error",
     503: "server_error",
+    504: "server_error",
 }
 
 # Official clients retry 408, 429 and 5xx by themselves; these do not get better by retrying.

@@ -16,6 +16,7 @@ from server.cors import CorsPolicy
 from server.deep_check import DeepCheck
 from server.errors import ApiError, missing
 from server.health import Verdict
+from server.inspection import EngineReports
 from server.metrics import Exporter
 from server.schema.chat_rules import ChatRules, chat_rules
 from server.schema.fields import IgnoredFields
@@ -42,11 +43,13 @@ class Service:
     access: Access = field(init=False)
     cors: CorsPolicy | None = field(init=False)
     deep_check: DeepCheck = field(init=False)
+    reports: EngineReports = field(init=False)
 
     def __post_init__(self) -> None:
         self.access = Access.from_config(self.config)
         self.cors = CorsPolicy.from_config(self.config)
         self.deep_check = DeepCheck(self.client)
+        self.reports = EngineReports(self.client)
 
     @property
     def chat_rules(self) -> ChatRules:
@@ -167,8 +170,9 @@ NOTES: web.RequestKey[RequestNotes] = web.RequestKey("notes", RequestNotes)
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
-def engine_dead(reason: str) -> ApiError:
-    return ApiError(503, "engine_dead", f"The engine has stopped: {reason}.")
+def engine_dead(reason: str, *, has_begun: bool = False) -> ApiError:
+    """500 for a request that may have run, and be the cause: proxies repeat a 503 elsewhere."""
+    return ApiError(500 if has_begun else 503, "engine_dead", f"The engine has stopped: {reason}.")
 
 
 def draining() -> ApiError:
@@ -181,4 +185,5 @@ def draining() -> ApiError:
 
 
 def aborted() -> ApiError:
-    return ApiError(503, "aborted", "An operator of the server ended this request.")
+    """500, as proxies repeat a 503 elsewhere."""
+    return ApiError(500, "aborted", "An operator of the server ended this request.")

@@ -36,6 +36,7 @@ from engine.api.messages import (
     EngineLimits,
     Generate,
     Ingress,
+    Inspect,
     Message,
     RequestError,
     Sockets,
@@ -189,7 +190,7 @@ class TokenizerLoop:
     # --- from the server --------------------------------------------------------------------------
 
     def _on_server_message(
-        self, message: Generate | Abort | Tokenize | Detokenize | Control
+        self, message: Generate | Abort | Tokenize | Detokenize | Control | Inspect
     ) -> None:
         assert self.limits is not None
         limits = self.limits
@@ -202,7 +203,7 @@ class TokenizerLoop:
             )
         elif isinstance(message, Abort):
             self._on_abort(message.req_ids)
-        elif isinstance(message, Control):
+        elif isinstance(message, Control | Inspect):
             self._send(self.submit, message)  # it is for the engine
         elif isinstance(message, Tokenize):
             self._start(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from engine.api.inspection import AnyReport
 from engine.api.sampling import SamplingParams, StructuredOutput
 
 
@@ -97,7 +98,25 @@ class Control(Message):
     action: ControlAction
 
 
-Ingress = Generate | Abort | Tokenize | Detokenize | Control
+class Subject(IntEnum):
+    """What the engine can be asked about."""
+
+    KV = 0
+    REQUESTS = 1
+    STEPS = 2
+    TIMELINE = 3
+
+
+class Inspect(Message):
+    """Passed on to the engine, which answers with `Inspection` between two steps."""
+
+    call_id: int
+    subject: Subject
+    last: int = 0  # at most so many requests or steps
+    req_ids: list[int] = []  # whose timelines
+
+
+Ingress = Generate | Abort | Tokenize | Detokenize | Control | Inspect
 
 
 # --- submit: tokenizer_proc -> engine -----------------------------------------------------------------
@@ -132,7 +151,7 @@ class TokenPieces(Message):
     special_ids: list[int]  # tokens that are no text
 
 
-Submit = AddRequest | AbortRequests | Control | TokenPieces
+Submit = AddRequest | AbortRequests | Control | TokenPieces | Inspect
 
 
 # --- tokens: engine -> tokenizer_proc -----------------------------------------------------------------
@@ -381,7 +400,12 @@ class ControlResult(Message):
     message: str
 
 
-State = EngineState | EngineStats | EngineFailed | ControlResult
+class Inspection(Message):
+    call_id: int
+    report: AnyReport
+
+
+State = EngineState | EngineStats | EngineFailed | ControlResult | Inspection
 
 T = TypeVar("T")
 

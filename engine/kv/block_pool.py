@@ -27,6 +27,9 @@ Nothing is reserved: it is a preference, like neighbours leaving a seat between 
 from collections.abc import Callable
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class BlockState(IntEnum):
     RESERVED = 0
@@ -34,6 +37,10 @@ class BlockState(IntEnum):
     CACHED = 2
     USED = 3
     SHARED = 4  # used by two or more
+
+
+# by the number of references, up to 2; a block without any may also be CACHED
+OWNED_STATES = np.array([BlockState.FREE, BlockState.USED, BlockState.SHARED], np.uint8)
 
 
 class BlockPool:
@@ -135,6 +142,15 @@ class BlockPool:
         for block in named:
             self.forget(block)
         return len(named)
+
+    def states(self) -> NDArray[np.uint8]:
+        """`state` of every block, [num_blocks]: a few times faster than asking for each. O(blocks)."""
+        refs = np.fromiter(self._refs, np.int32, self.num_blocks)
+        states = OWNED_STATES[np.minimum(refs, 2)]
+        named = np.fromiter(self._by_name.values(), np.int64, len(self._by_name))
+        states[named[refs[named] == 0]] = BlockState.CACHED
+        states[0] = BlockState.RESERVED
+        return states
 
     def state(self, block: int) -> BlockState:
         if block == 0:

@@ -21,7 +21,8 @@ request found to have ended one step late, as its token was counted as computed 
 """
 
 from collections.abc import Iterable
-from itertools import groupby
+
+import numpy as np
 
 from engine.api.hashing import extend_names, root_name
 from engine.kv.block_pool import BlockPool, BlockState
@@ -204,8 +205,11 @@ class KVCacheManager:
 
     def map(self) -> list[tuple[BlockState, int]]:
         """States of all blocks in order, run-length encoded. O(blocks): on request only."""
-        states = (self.pool.state(block) for block in range(self.pool.num_blocks))
-        return [(state, sum(1 for _ in run)) for state, run in groupby(states)]
+        states = self.pool.states()
+        starts = np.flatnonzero(np.diff(states, prepend=states[:1] + 1))
+        lengths = np.diff(starts, append=len(states))
+        codes = states[starts].tolist()
+        return [(BlockState(c), n) for c, n in zip(codes, lengths.tolist(), strict=True)]
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError unless `requests`, all that hold blocks, account for every reference."""

@@ -96,6 +96,14 @@ class DecisionLog:
         """The newest `last` records, oldest first."""
         return list(self._ring)[-last:]
 
+    def latest(self, req_id: int) -> Decision | None:
+        """The last decision about a request: a walk back through the ring, mostly a short one."""
+        for record in (self._pending, *(r.decisions for r in reversed(self._ring))):
+            for decision in reversed(record):
+                if decision.req_id == req_id:
+                    return decision
+        return None
+
     def timeline(self, req_id: int) -> list[tuple[int, str]]:
         """What happened to one request: (time in ns, sentence), a repeated reason only once.
 

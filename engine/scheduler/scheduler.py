@@ -458,6 +458,10 @@ class Scheduler:
         """Is any request alive? (`take_output` may have something to say even if not.)"""
         return bool(self._requests)
 
+    def requests(self) -> tuple[list[Request], list[Request]]:
+        """Running and waiting ones, in order."""
+        return list(self._running.values()), list(self._waiting)
+
     @property
     def num_running(self) -> int:
         return len(self._running)

@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from engine.api.inspection import AnyReport
 from engine.api.messages import (
     Abort,
     Accepted,
@@ -32,10 +33,13 @@ from engine.api.messages import (
     FinishReason,
     Generate,
     Ingress,
+    Inspect,
+    Inspection,
     LogprobEntry,
     Phase,
     RequestError,
     Sockets,
+    Subject,
     TextPrompt,
     Tokenize,
     TokenizeResult,
@@ -93,6 +97,8 @@ class FakeBackend(threading.Thread):
         self.hold_calls = False  # never answer Tokenize
         self.controls: list[Control] = []
         self.control_answer: tuple[bool, str] = (True, "done")
+        self.inspects: list[Inspect] = []
+        self.reports: dict[Subject, AnyReport] = {}  # without an entry: no answer
         self._due: list[tuple[float, int, Any]] = []  # (time, order, message)
         self._order = 0
         self._stop_requested = threading.Event()
@@ -114,9 +120,7 @@ class FakeBackend(threading.Thread):
     def ready(self) -> None:
         self.send(
             "replies",
-            TokenizerReady(
-                limits=LIMITS, has_chat_template=True, chat_template=self.chat_template
-            ),
+            TokenizerReady(limits=LIMITS, has_chat_template=True, chat_template=self.chat_template),
         )
         self.state(Phase.SERVING, 1.0)
 
@@ -195,6 +199,11 @@ class FakeBackend(threading.Thread):
             self.send(
                 "state", ControlResult(call_id=message.call_id, is_done=is_done, message=text)
             )
+        elif isinstance(message, Inspect):
+            self.inspects.append(message)
+            if message.subject in self.reports:
+                report = self.reports[message.subject]
+                self.send("state", Inspection(call_id=message.call_id, report=report))
         elif self.call_error is not None:
             status, code, text = self.call_error
             self._later(

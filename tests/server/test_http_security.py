@@ -29,8 +29,9 @@ OPEN = ("/live", "/health", "/ping", "/ready", "/version", "/metrics")
 CLOSED = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("GET", "/load"), ("POST", TEXT),
     ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/v1/detokenize"),
-    ("POST", "/v1/embeddings"), ("GET", "/nothing"), ("GET", "/"), ("DELETE", TEXT),
+    ("POST", "/v1/embeddings"), ("GET", "/nothing"), ("DELETE", TEXT),
     ("OPTIONS", TEXT), ("GET", "/metrics/x"), ("GET", "/live/x"),
+    ("GET", "/debug/kv"), ("GET", "/debug/requests/1/timeline"), ("GET", "/page/x"),
 ]  # fmt: skip
 ADMIN_CALLS = [
     ("GET", "/server_info"), ("POST", "/admin/drain"), ("POST", "/admin/abort"),
