@@ -6,6 +6,31 @@ import msgspec
 
 INT64_MAX = 2**63 - 1
 
+# Bounds of numbers, both inclusive; `SamplingParams` checks them, and the HTTP API describes them.
+REALS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 10.0),  # and not 0
+}
+INTEGERS: dict[str, tuple[int, int]] = {
+    "n": (1, 128),
+    "top_k": (-1, INT64_MAX),
+    "seed": (-(2**63), INT64_MAX),
+    "max_tokens": (0, INT64_MAX),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "truncate_prompt_tokens": (-1, INT64_MAX),  # and not 0
+}
+BIAS = (-100.0, 100.0)
+MAX_BIASES = 1024
+MAX_STOP = 16
+MAX_STOP_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_TEXT = 256  # characters of a stop string or a bad word
+
 
 class StructuredOutput(msgspec.Struct, array_like=True, frozen=True):
     """What the text of a completion has to look like.
@@ -59,54 +84,44 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         stop: list[str] | str = self.stop
         if isinstance(stop, str):  # offline users may pass one string
             self.stop = [stop]
-        check_int("n", self.n, 1, 128)
-        check_range("temperature", self.temperature, 0.0, 2.0)
-        check_range("top_p", self.top_p, 0.0, 1.0)
-        check_int("top_k", self.top_k, -1, INT64_MAX)
-        check_range("min_p", self.min_p, 0.0, 1.0)
-        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
+        for name, (low, high) in REALS.items():
+            check_range(name, getattr(self, name), low, high)
+        for name, (least, most) in INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_int(name, value, least, most)
         if self.repetition_penalty == 0.0:
             raise ParamError("repetition_penalty", "repetition_penalty must be above 0, got 0")
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 0, INT64_MAX)
-        most = INT64_MAX if self.max_tokens is None else self.max_tokens
-        check_int("min_tokens", self.min_tokens, 0, most)
-        if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), INT64_MAX)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, 20)
-        if self.prompt_logprobs is not None:
-            check_int("prompt_logprobs", self.prompt_logprobs, 0, 20)
-        if self.truncate_prompt_tokens is not None:
-            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, INT64_MAX)
-            if self.truncate_prompt_tokens == 0:
-                raise ParamError(
-                    "truncate_prompt_tokens",
-                    "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0",
-                )
-        if len(self.stop) > 16:
-            raise ParamError("stop", f"stop takes at most 16 strings, got {len(self.stop)}")
+        longest = INT64_MAX if self.max_tokens is None else self.max_tokens
+        check_int("min_tokens", self.min_tokens, 0, longest)
+        if self.truncate_prompt_tokens == 0:
+            raise ParamError(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0",
+            )
+        if len(self.stop) > MAX_STOP:
+            raise ParamError("stop", f"stop takes at most {MAX_STOP} strings, got {len(self.stop)}")
         for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= 256:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT:
                 raise ParamError(
-                    "stop", f"each stop string must have 1 to 256 characters, got {text!r:.80}"
+                    "stop",
+                    f"each stop string must have 1 to {MAX_TEXT} characters, got {text!r:.80}",
                 )
-        if len(self.stop_token_ids) > 128:
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise ParamError(
                 "stop_token_ids",
-                f"stop_token_ids takes at most 128, got {len(self.stop_token_ids)}",
+                f"stop_token_ids takes at most {MAX_STOP_IDS}, got {len(self.stop_token_ids)}",
             )
         for token_id in self.stop_token_ids:
             check_int("stop_token_ids", token_id, 0, INT64_MAX, what="each of stop_token_ids")
-        if len(self.logit_bias) > 1024:
+        if len(self.logit_bias) > MAX_BIASES:
             raise ParamError(
-                "logit_bias", f"logit_bias takes at most 1024 entries, got {len(self.logit_bias)}"
+                "logit_bias",
+                f"logit_bias takes at most {MAX_BIASES} entries, got {len(self.logit_bias)}",
             )
         for token_id, bias in self.logit_bias.items():
             check_int("logit_bias", token_id, 0, INT64_MAX, what="each token id of logit_bias")
-            check_range("logit_bias", bias, -100.0, 100.0)
+            check_range("logit_bias", bias, *BIAS)
         self._check_constraints()
 
     def _check_constraints(self) -> None:
@@ -121,15 +136,16 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
                 check_int(
                     "allowed_token_ids", token_id, 0, INT64_MAX, what="each of allowed_token_ids"
                 )
-        if len(self.bad_words) > 128:
+        if len(self.bad_words) > MAX_BAD_WORDS:
             raise ParamError(
-                "bad_words", f"bad_words takes at most 128 strings, got {len(self.bad_words)}"
+                "bad_words",
+                f"bad_words takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}",
             )
         for word in self.bad_words:
-            if not isinstance(word, str) or not 1 <= len(word) <= 256:
+            if not isinstance(word, str) or not 1 <= len(word) <= MAX_TEXT:
                 raise ParamError(
                     "bad_words",
-                    f"each of bad_words must have 1 to 256 characters, got {word!r:.80}",
+                    f"each of bad_words must have 1 to {MAX_TEXT} characters, got {word!r:.80}",
                 )
 
     @property

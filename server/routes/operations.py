@@ -12,8 +12,8 @@ from server.routes.tokenize import json_response
 from server.schema.fields import Table, boolean, decode, string
 from server.service import SERVICE, Service, aborted
 
-DRAIN_FIELDS: Table = {"drain": boolean}
-ABORT_FIELDS: Table = {"request_id": string, "all": boolean}
+DRAIN_FIELDS: Table = {"drain": boolean.or_else(True)}
+ABORT_FIELDS: Table = {"request_id": string, "all": boolean.or_else(False)}
 
 
 async def load(request: web.Request) -> web.StreamResponse:
@@ -60,7 +60,7 @@ async def drain(request: web.Request) -> web.StreamResponse:
     """Take no new requests, until {"drain": false}. The process stays, running requests go on."""
     service = request.app[SERVICE]
     values = await optional_body(request, DRAIN_FIELDS)
-    service.client.status.set_paused(values.get("drain", True))
+    service.client.status.set_paused(values["drain"])
     return json_response(
         {"status": service.client.status.readiness().status, "running": service.client.num_live}
     )
@@ -71,11 +71,9 @@ async def abort(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     values = await optional_body(request, ABORT_FIELDS)
     wanted = values.get("request_id")
-    if wanted is None and not values.get("all"):
+    if wanted is None and not values["all"]:
         raise missing("request_id", 'request_id (or "all": true) is required')
-    streams = [
-        stream for stream, name in service.live.items() if values.get("all") or name == wanted
-    ]
+    streams = [stream for stream, name in service.live.items() if values["all"] or name == wanted]
     for stream in streams:
         stream.fail(aborted())
     return json_response({"aborted": len(streams)})
@@ -113,9 +111,8 @@ def check_serving(service: Service) -> None:
 
 async def optional_body(request: web.Request, table: Table) -> dict[str, Any]:
     """An object with known fields only, or no body at all. Raises ApiError."""
-    if not request.can_read_body:
-        return {}
-    values, unknown = decode(await receive_object(request), table)
+    body = await receive_object(request) if request.can_read_body else {}
+    values, unknown = decode(body, table)
     if unknown:
         known = " and ".join(table)
         raise ApiError(

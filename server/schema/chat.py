@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from engine.api.messages import ChatPrompt
-from engine.api.sampling import SamplingParams, StructuredOutput
+from engine.api.sampling import INTEGERS, SamplingParams, StructuredOutput
 from server.answer.call_format import JSON
 from server.answer.parser import AnswerFormat
-from server.errors import invalid_value, missing, unsupported
+from server.errors import invalid_value, unsupported
 from server.schema.chat_rules import ChatRules
 from server.schema.fields import (
     Table,
@@ -22,6 +22,7 @@ from server.schema.fields import (
     only,
     refused_fields,
     string,
+    takes,
 )
 from server.schema.messages import chat_messages
 from server.schema.sampling import (
@@ -47,13 +48,25 @@ from server.schema.tools import (
     tools,
 )
 
+RESERVED = ("messages", "tools", "chat_template", "tokenize")  # set by the server
+
+
+@takes(json_object.schema | {"propertyNames": {"not": {"enum": list(RESERVED)}}})
+def template_kwargs(value: Any, path: str) -> dict[str, Any]:
+    values: dict[str, Any] = json_object(value, path)
+    for name in RESERVED:
+        if name in values:
+            raise unsupported(f"{path}.{name}", f"{path} cannot set {name!r}")
+    return values
+
+
 # Read by the template; /tokenize takes the same ones.
 TEMPLATE_FIELDS: Table = {
     "messages": chat_messages,
     "add_generation_prompt": boolean,
-    "continue_final_message": boolean,
+    "continue_final_message": boolean.or_else(False),
     "add_special_tokens": boolean,
-    "chat_template_kwargs": json_object,
+    "chat_template_kwargs": template_kwargs,
     "reasoning_effort": string,
     "chat_template": string,
     "documents": list_of(json_object),
@@ -61,16 +74,19 @@ TEMPLATE_FIELDS: Table = {
     "tool_choice": tool_choice,
     "functions": functions,
     "function_call": function_call,
-    "parallel_tool_calls": boolean,
+    "parallel_tool_calls": boolean.or_else(True),
 }
 
 CHAT_FIELDS: Table = {
     **COMMON_FIELDS,
     **TEMPLATE_FIELDS,
-    "max_completion_tokens": sampling_field(integer, "max_tokens"),
-    "logprobs": boolean,
-    "top_logprobs": integer_between(0, 20),
-    "echo": boolean,
+    "messages": chat_messages.required(),
+    # 0 is refused below
+    "max_tokens": sampling_field("max_tokens", integer, minimum=1),
+    "max_completion_tokens": sampling_field("max_tokens", integer, minimum=1),
+    "logprobs": boolean.or_else(False),
+    "top_logprobs": integer_between(*INTEGERS["logprobs"]),
+    "echo": boolean.or_else(False),
     "modalities": only(["text"], because="this model writes text only"),
     **refused_fields(("audio", "web_search_options", "best_of", "suffix")),
 }
@@ -123,12 +139,12 @@ def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRule
         params=params,
         answer=answer,
         structured_after_mark=forced.after_mark,
-        echo_text=echo_text(prompt) if values.get("echo") else "",
-        stream=values.get("stream", False),
+        echo_text=echo_text(prompt) if values["echo"] else "",
+        stream=values["stream"],
         stream_options=check_stream_options(values),
         details=token_details(values, params.logprobs),
         clamp_max_tokens=is_default,
-        priority=values.get("priority", 0),
+        priority=values["priority"],
         cache_salt=values.get("cache_salt", ""),
         request_id=values.get("request_id", ""),
         ignored=ignored,
@@ -160,10 +176,8 @@ def echo_text(prompt: ChatPrompt) -> str:
 
 def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRules) -> ChatPrompt:
     """The prompt of decoded TEMPLATE_FIELDS."""
-    messages = values.get("messages")
-    if messages is None:
-        raise missing("messages")
-    continue_final = values.get("continue_final_message", False)
+    messages = values["messages"]
+    continue_final = values["continue_final_message"]
     add_generation = values.get("add_generation_prompt", not continue_final)
     if continue_final and add_generation:
         raise invalid_value(
@@ -175,15 +189,9 @@ def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRu
             "continue_final_message",
             "continue_final_message needs an assistant message at the end of messages",
         )
-    template_kwargs = dict(values.get("chat_template_kwargs", {}))
+    kwargs = dict(values.get("chat_template_kwargs", {}))
     if "reasoning_effort" in values:
-        template_kwargs.setdefault("reasoning_effort", values["reasoning_effort"])
-    for reserved in ("messages", "tools", "chat_template", "tokenize"):
-        if reserved in template_kwargs:
-            raise unsupported(
-                f"chat_template_kwargs.{reserved}",
-                f"chat_template_kwargs cannot set {reserved!r}",
-            )
+        kwargs.setdefault("reasoning_effort", values["reasoning_effort"])
     if "chat_template" in values and not rules.trusts_templates:
         raise unsupported(
             "chat_template",
@@ -204,7 +212,7 @@ def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRu
         add_generation_prompt=add_generation,
         continue_final_message=continue_final,
         add_special_tokens=values.get("add_special_tokens", False),
-        chat_template_kwargs=template_kwargs,
+        chat_template_kwargs=kwargs,
         tools=listed,
         documents=values.get("documents", []),
         chat_template=values.get("chat_template", ""),
@@ -213,7 +221,7 @@ def build_chat_prompt(values: dict[str, Any], found: Tools | None, rules: ChatRu
 
 def wanted_logprobs(values: dict[str, Any]) -> int | None:
     top = values.get("top_logprobs")
-    if values.get("logprobs"):
+    if values["logprobs"]:
         return top or 0
     if top is not None:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")

@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.api.messages import Prompt, TextPrompt, TokenPrompt
-from engine.api.sampling import SamplingParams
-from server.errors import ApiError, invalid_type, invalid_value, missing
+from engine.api.sampling import INTEGERS, SamplingParams
+from server.errors import ApiError, invalid_type, invalid_value
 from server.schema.fields import (
+    INT32_MAX,
     Table,
+    any_of,
     boolean,
     decode,
     integer,
     integer_between,
     only,
     refused_fields,
+    string,
+    takes,
 )
 from server.schema.sampling import (
     COMMON_FIELDS,
-    INT32_MAX,
     SamplingDefaults,
     StreamOptions,
     TokenDetails,
@@ -31,8 +34,9 @@ from server.schema.sampling import (
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
+MAX_CHOICES = INTEGERS["n"][1]
+MAX_LOGPROBS = INTEGERS["logprobs"][1]
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
 
 if TYPE_CHECKING:
     TokenIds = array[int]  # int32
@@ -57,6 +61,17 @@ def token_ids(value: list[Any], path: str) -> TokenIds:
     return array("i", value)
 
 
+SOME = {"minItems": 1, "maxItems": MAX_PROMPTS}
+
+
+@takes(
+    any_of(
+        string.schema,
+        {"type": "array", "items": string.schema, **SOME},
+        {**TOKEN_IDS, "minItems": 1},
+        {"type": "array", "items": {**TOKEN_IDS, "minItems": 1}, **SOME},
+    )
+)
 def prompts(value: Any, path: str) -> list[str | TokenIds]:
     """Text, token ids, or a list of either."""
     if isinstance(value, str):
@@ -84,6 +99,7 @@ def prompts(value: Any, path: str) -> list[str | TokenIds]:
     return result
 
 
+@takes(any_of(boolean.schema, {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}))
 def logprobs(value: Any, path: str) -> int | None:
     if isinstance(value, bool):
         return 1 if value else None
@@ -95,10 +111,11 @@ def logprobs(value: Any, path: str) -> int | None:
 
 COMPLETION_FIELDS: Table = {
     **COMMON_FIELDS,
-    "prompt": prompts,
-    "echo": boolean,
+    "max_tokens": COMMON_FIELDS["max_tokens"].or_else(DEFAULT_MAX_TOKENS),
+    "prompt": prompts.required(),
+    "echo": boolean.or_else(False),
     "logprobs": logprobs,
-    "add_special_tokens": boolean,
+    "add_special_tokens": boolean.or_else(True),
     "suffix": only("", because="this model has no fill-in-the-middle tokens"),
     "best_of": integer_between(1, MAX_CHOICES),
     **refused_fields(("prompt_embeds",)),
@@ -126,14 +143,11 @@ class CompletionRequest:
 def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> CompletionRequest:
     """Raises ApiError 400 for the first mistake in the body."""
     values, ignored = decode(body, COMPLETION_FIELDS)
-    if "prompt" not in values:
-        raise missing("prompt")
     details = token_details(values, values.get("logprobs"))
-    echo = values.get("echo", False)
+    echo = values["echo"]
     params = build_params(
         values,
         defaults,
-        max_tokens=values.get("max_tokens", DEFAULT_MAX_TOKENS),
         logprobs=details.num_top,
         prompt_logprobs=wanted_of_prompt(details, echo),
     )
@@ -145,19 +159,18 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
         )
     n = params.n
     params = with_candidates(params, values)
-    add_special_tokens = values.get("add_special_tokens", True)
     return CompletionRequest(
         model=values.get("model"),
-        prompts=[as_prompt(entry, add_special_tokens) for entry in values["prompt"]],
+        prompts=[as_prompt(entry, values["add_special_tokens"]) for entry in values["prompt"]],
         is_batch=isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str | list),
         params=params,
         n=n,
-        clamp_max_tokens="max_tokens" not in values,
+        clamp_max_tokens=body.get("max_tokens") is None,
         details=details,
-        stream=values.get("stream", False),
+        stream=values["stream"],
         stream_options=check_stream_options(values),
         echo=echo,
-        priority=values.get("priority", 0),
+        priority=values["priority"],
         cache_salt=values.get("cache_salt", ""),
         request_id=values.get("request_id", ""),
         ignored=ignored,
@@ -186,7 +199,7 @@ def with_candidates(params: SamplingParams, values: dict[str, Any]) -> SamplingP
         return params
     if best_of < n:
         raise invalid_value("best_of", f"best_of must be at least n = {n}, got {best_of}")
-    if values.get("stream"):
+    if values["stream"]:
         raise invalid_value(
             "best_of",
             f"best_of above n = {n} cannot be streamed, as the best are known at the end; leave "

@@ -8,23 +8,26 @@ from typing import Any
 
 from server.config import ServerConfig
 from server.errors import ApiError, invalid_value
-from server.schema.fields import number
+from server.schema.fields import number, takes
+
+# Fields whose greatest value (or length) an operator may lower: the flag, and its setting.
+LIMITED = {
+    "n": ("--max-n", "max_n"),
+    "best_of": ("--max-n", "max_n"),
+    "stop": ("--max-stop", "max_stop"),
+    "logprobs": ("--max-logprobs", "max_logprobs"),
+    "top_logprobs": ("--max-logprobs", "max_logprobs"),
+    "prompt_logprobs": ("--max-logprobs", "max_logprobs"),
+}
 
 
 def check_limits(body: dict[str, Any], config: ServerConfig) -> None:
     """Raises ApiError 400 for the first field, in document order, that is above a limit."""
-    flags = {
-        "n": ("--max-n", config.max_n),
-        "best_of": ("--max-n", config.max_n),
-        "stop": ("--max-stop", config.max_stop),
-        "logprobs": ("--max-logprobs", config.max_logprobs),
-        "top_logprobs": ("--max-logprobs", config.max_logprobs),
-        "prompt_logprobs": ("--max-logprobs", config.max_logprobs),
-    }
     for name, value in body.items():
-        if name not in flags or value is None or isinstance(value, bool):
+        if name not in LIMITED or value is None or isinstance(value, bool):
             continue
-        flag, most = flags[name]
+        flag, setting = LIMITED[name]
+        most = getattr(config, setting)
         asked = size_of(value)
         if asked > most:
             raise invalid_value(
@@ -38,6 +41,7 @@ def size_of(value: Any) -> float:
     return len(value) if isinstance(value, list) else value
 
 
+@takes({"type": "number", "exclusiveMinimum": 0})
 def timeout(value: Any, path: str) -> float:
     """The field `timeout`: seconds."""
     seconds = number(value, path)

@@ -10,7 +10,7 @@ import orjson
 
 from server.errors import ApiError, describe, invalid_type, invalid_value, missing
 from server.schema.body import MAX_DEPTH, is_deeper_than
-from server.schema.fields import json_object, string
+from server.schema.fields import Schema, any_of, json_object, object_with, string, takes
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,6 +31,64 @@ OTHER_MODALITIES = frozenset(
 )
 
 
+TEXT_PART = any_of(
+    *(
+        object_with(
+            {
+                "type": {"enum": [kind for kind, key in TEXT_PARTS.items() if key == text]},
+                text: string.schema,
+            }
+        )
+        for text in dict.fromkeys(TEXT_PARTS.values())
+    )
+)
+CONTENT = any_of(string.schema, {"type": "array", "items": TEXT_PART})
+CALLED = object_with(
+    {"name": string.schema}, {"arguments": any_of(string.schema, json_object.schema)}
+)
+CALL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "id": {"type": ["string", "null"]},
+        "function": CALLED,
+    },
+    "required": ["function"],
+}
+OF_ANY_ROLE = dict.fromkeys(
+    ("name", "tool_call_id", "reasoning_content", "reasoning"), string.schema
+)
+MESSAGE = any_of(
+    object_with(
+        {"role": {"enum": ["system", "developer", "user", "function"]}, "content": CONTENT},
+        OF_ANY_ROLE,
+    ),
+    object_with(
+        {"role": {"const": "assistant"}},
+        {
+            **OF_ANY_ROLE,
+            "content": CONTENT,
+            "tool_calls": {"type": "array", "items": CALL},
+            "function_call": CALLED,
+        },
+        # content may be absent only beside one of the others
+        anyOf=[
+            {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+            {
+                "required": ["tool_calls"],
+                "properties": {"tool_calls": {"type": "array", "minItems": 1}},
+            },
+            {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
+            {"required": ["refusal"], "properties": {"refusal": string.schema}},
+        ],
+    ),
+    object_with(
+        {"role": {"const": "tool"}, "content": CONTENT, "tool_call_id": string.schema}, OF_ANY_ROLE
+    ),
+)
+
+
+@takes({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES})
 def chat_messages(value: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise invalid_type(path, "a list of messages", value)
@@ -134,7 +192,7 @@ def tool_calls(value: Any, path: str) -> list[dict[str, Any]]:
             )
         if call.get("function") is None:
             raise missing(f"{call_path}.function")
-        call_id = string(call.get("id") or "", f"{call_path}.id")
+        call_id = "" if call.get("id") is None else string(call["id"], f"{call_path}.id")
         calls.append(tool_call(call["function"], f"{call_path}.function", call_id))
     return calls
 

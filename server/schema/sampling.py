@@ -3,11 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.api.sampling import ParamError, SamplingParams
+from engine.api.sampling import (
+    BIAS,
+    INTEGERS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP,
+    MAX_STOP_IDS,
+    MAX_TEXT,
+    REALS,
+    ParamError,
+    SamplingParams,
+)
 from server.errors import ApiError, invalid_type, invalid_value
 from server.schema.fields import (
+    INT32_MAX,
+    Field,
+    Schema,
     Table,
-    Validator,
+    any_of,
     boolean,
     decode,
     integer,
@@ -17,14 +31,14 @@ from server.schema.fields import (
     no_effect,
     number,
     only,
+    schema_of,
     string,
     string_of_length,
     string_or_strings,
+    takes,
 )
 from server.schema.limits import timeout
 from server.schema.structured import STRUCTURED_FIELDS, structured_output
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -61,21 +75,34 @@ class TokenDetails:
     names_are_ids: bool = False  # tokens are written as `token_id:N`
 
 
-def sampling_field(kind: Validator, name: str = "") -> Validator:
-    """A field of SamplingParams: its type by `kind`, its range by SamplingParams itself."""
+def sampling_field(name: str, kind: Field, **bounds: Any) -> Field:
+    """A field of SamplingParams: its type by `kind`, its range by SamplingParams itself.
 
+    `bounds` describe that range as members of the JSON schema; those of a plain number are known.
+    """
+    if name in REALS or name in INTEGERS:
+        low, high = REALS[name] if name in REALS else INTEGERS[name]
+        bounds = {"minimum": low, "maximum": high} | bounds
+
+    @takes({key: value for key, value in (kind.schema | bounds).items() if value is not None})
     def validate(value: Any, path: str) -> Any:
         result = kind(value, path)
-        target = name or path
         try:
-            SamplingParams(**{target: result})
+            SamplingParams(**{name: result})
         except ParamError as error:
-            raise invalid_value(path, str(error).replace(target, path)) from None
+            raise invalid_value(path, str(error).replace(name, path)) from None
         return result
 
     return validate
 
 
+@takes(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": BIAS[0], "maximum": BIAS[1]},
+    }
+)
 def logit_bias(value: Any, path: str) -> dict[int, float]:
     """{"decimal token id": bias}; every error names the field, whose keys are no paths."""
     result = {}
@@ -90,46 +117,64 @@ def logit_bias(value: Any, path: str) -> dict[int, float]:
     return result
 
 
+@takes(integer.schema)
 def seed(value: Any, path: str) -> int | None:
     result = integer(value, path)
     return None if result == -1 else result
 
 
+STREAM_OPTIONS: Table = {
+    "include_usage": boolean.or_else(False),
+    "continuous_usage_stats": boolean.or_else(False),
+    "include_obfuscation": no_effect,
+}
+
+
+@takes(schema_of(STREAM_OPTIONS))
 def stream_options(value: Any, path: str) -> StreamOptions:
-    table: Table = {
-        "include_usage": boolean,
-        "continuous_usage_stats": boolean,
-        "include_obfuscation": no_effect,
-    }
-    values, _ = decode(json_object(value, path), table, prefix=f"{path}.")
-    return StreamOptions(
-        include_usage=values.get("include_usage", False),
-        continuous_usage_stats=values.get("continuous_usage_stats", False),
-    )
+    values, _ = decode(json_object(value, path), STREAM_OPTIONS, prefix=f"{path}.")
+    return StreamOptions(values["include_usage"], values["continuous_usage_stats"])
 
 
+def texts(most: int, **more: Any) -> Schema:
+    """A list of up to `most` texts that are neither empty nor long."""
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT}
+    return {"type": "array", "items": text, "maxItems": most, **more}
+
+
+STOP = any_of({"type": "string", "minLength": 1, "maxLength": MAX_TEXT}, texts(MAX_STOP))
+
+# Their defaults are those of SamplingParams, or of the model.
 SAMPLING_FIELDS: Table = {
-    "n": sampling_field(integer),
-    "temperature": sampling_field(number),
-    "top_p": sampling_field(number),
-    "top_k": sampling_field(integer),
-    "min_p": sampling_field(number),
-    "presence_penalty": sampling_field(number),
-    "frequency_penalty": sampling_field(number),
-    "repetition_penalty": sampling_field(number),
+    "n": sampling_field("n", integer),
+    "temperature": sampling_field("temperature", number),
+    "top_p": sampling_field("top_p", number),
+    "top_k": sampling_field("top_k", integer),
+    "min_p": sampling_field("min_p", number),
+    "presence_penalty": sampling_field("presence_penalty", number),
+    "frequency_penalty": sampling_field("frequency_penalty", number),
+    "repetition_penalty": sampling_field(
+        "repetition_penalty", number, minimum=None, exclusiveMinimum=0
+    ),
     "seed": seed,
-    "max_tokens": sampling_field(integer),
+    "max_tokens": sampling_field("max_tokens", integer),
     "min_tokens": integer_between(0, INT32_MAX),  # and at most max_tokens
-    "stop": sampling_field(string_or_strings),
-    "stop_token_ids": sampling_field(list_of(integer_between(0, INT32_MAX))),
+    "stop": sampling_field("stop", string_or_strings, **STOP),
+    "stop_token_ids": sampling_field(
+        "stop_token_ids", list_of(integer_between(0, INT32_MAX)), maxItems=MAX_STOP_IDS
+    ),
     "ignore_eos": boolean,
     "include_stop_str_in_output": boolean,
-    "logit_bias": sampling_field(logit_bias),
+    "logit_bias": sampling_field("logit_bias", logit_bias, maxProperties=MAX_BIASES),
     "skip_special_tokens": boolean,
-    "allowed_token_ids": sampling_field(list_of(integer_between(0, INT32_MAX))),
-    "bad_words": sampling_field(list_of(string)),
-    "prompt_logprobs": sampling_field(integer),
-    "truncate_prompt_tokens": sampling_field(integer),
+    "allowed_token_ids": sampling_field(
+        "allowed_token_ids", list_of(integer_between(0, INT32_MAX)), minItems=1
+    ),
+    "bad_words": sampling_field("bad_words", list_of(string), **texts(MAX_BAD_WORDS)),
+    "prompt_logprobs": sampling_field("prompt_logprobs", integer),
+    "truncate_prompt_tokens": sampling_field(
+        "truncate_prompt_tokens", integer, **{"not": {"const": 0}}
+    ),
 }
 
 NO_EFFECT_FIELDS = [
@@ -150,14 +195,14 @@ COMMON_FIELDS: Table = {
     **SAMPLING_FIELDS,
     **STRUCTURED_FIELDS,
     "model": string,
-    "stream": boolean,
+    "stream": boolean.or_else(False),
     "stream_options": stream_options,
     "timeout": timeout,
-    "priority": integer_between(-INT32_MAX - 1, INT32_MAX),
+    "priority": integer_between(-INT32_MAX - 1, INT32_MAX).or_else(0),
     "cache_salt": string_of_length(1, 256),
     "request_id": string_of_length(0, 128),
-    "return_token_ids": boolean,
-    "return_tokens_as_token_ids": boolean,
+    "return_token_ids": boolean.or_else(False),
+    "return_tokens_as_token_ids": boolean.or_else(False),
     "spaces_between_special_tokens": boolean,  # decoders of fast tokenizers put none
     **dict.fromkeys(NO_EFFECT_FIELDS, no_effect),
     # Features that other servers have and this one does not (yet): refused, never ignored.
@@ -183,7 +228,7 @@ def build_params(
 def token_details(values: dict[str, Any], num_top: int | None) -> TokenDetails:
     """Raises ApiError for what a stream has no place for."""
     num_prompt_top = values.get("prompt_logprobs")
-    if num_prompt_top is not None and values.get("stream"):
+    if num_prompt_top is not None and values["stream"]:
         raise invalid_value(
             "prompt_logprobs",
             "prompt_logprobs cannot be streamed; leave out stream, or for completions use echo "
@@ -192,8 +237,8 @@ def token_details(values: dict[str, Any], num_top: int | None) -> TokenDetails:
     return TokenDetails(
         num_top=num_top,
         num_prompt_top=num_prompt_top,
-        token_ids=values.get("return_token_ids", False),
-        names_are_ids=values.get("return_tokens_as_token_ids", False),
+        token_ids=values["return_token_ids"],
+        names_are_ids=values["return_tokens_as_token_ids"],
     )
 
 
@@ -201,7 +246,7 @@ def check_stream_options(values: dict[str, Any]) -> StreamOptions:
     options: StreamOptions | None = values.get("stream_options")
     if options is None:
         return StreamOptions()
-    if not values.get("stream"):
+    if not values["stream"]:
         raise invalid_value("stream_options", "stream_options needs stream: true")
     return options
 

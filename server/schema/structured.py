@@ -9,11 +9,24 @@ import orjson
 
 from engine.api.sampling import StructuredOutput
 from server.errors import invalid_type, invalid_value, missing, unsupported
-from server.schema.fields import Table, Validator, decode, json_object, list_of, only, string
+from server.schema.fields import (
+    Table,
+    any_of,
+    boolean,
+    decode,
+    json_object,
+    list_of,
+    object_with,
+    only,
+    schema_of,
+    string,
+    takes,
+)
 
 ANY_OBJECT = "{}"
 
 
+@takes(any_of({"type": "object"}, {"type": "string"}))
 def json_schema(value: Any, path: str) -> StructuredOutput:
     """A schema as an object, or as JSON text."""
     if isinstance(value, dict):
@@ -23,10 +36,12 @@ def json_schema(value: Any, path: str) -> StructuredOutput:
     raise invalid_type(path, "a JSON schema: an object, or its JSON text", value)
 
 
+@takes(string.schema)
 def regex(value: Any, path: str) -> StructuredOutput:
     return StructuredOutput("regex", string(value, path), path)
 
 
+@takes(list_of(string).schema | {"minItems": 1})
 def choice(value: Any, path: str) -> StructuredOutput:
     choices = list_of(string)(value, path)
     if not choices:
@@ -34,16 +49,27 @@ def choice(value: Any, path: str) -> StructuredOutput:
     return StructuredOutput("choice", orjson.dumps(choices).decode(), path)
 
 
+@takes(string.schema)
 def grammar(value: Any, path: str) -> StructuredOutput:
     return StructuredOutput("grammar", string(value, path), path)
 
 
+@takes(boolean.schema)
 def any_json_object(value: Any, path: str) -> StructuredOutput | None:
-    if not isinstance(value, bool):
-        raise invalid_type(path, "true or false", value)
-    return StructuredOutput("json", ANY_OBJECT, path) if value else None
+    return StructuredOutput("json", ANY_OBJECT, path) if boolean(value, path) else None
 
 
+@takes(
+    any_of(
+        object_with({"type": {"enum": ["text", "json_object"]}}),
+        object_with(
+            {
+                "type": {"const": "json_schema"},
+                "json_schema": object_with({"schema": {"type": "object"}}),
+            }
+        ),
+    )
+)
 def response_format(value: Any, path: str) -> StructuredOutput | None:
     form = json_object(value, path)
     kind = form.get("type")
@@ -68,7 +94,7 @@ def response_format(value: Any, path: str) -> StructuredOutput | None:
 
 
 # The kinds, within structured_outputs and as fields of their own.
-KINDS: dict[str, Validator] = {
+KINDS: Table = {
     "json": json_schema,
     "regex": regex,
     "choice": choice,
@@ -76,16 +102,23 @@ KINDS: dict[str, Validator] = {
 }
 
 
+STRUCTURED_OUTPUTS: Table = {
+    **KINDS,
+    "json_object": any_json_object,
+    "whitespace_pattern": string,
+    "disable_fallback": only(False, True),
+    "disable_any_whitespace": only(False),
+    "disable_additional_properties": only(False),
+}
+ONE_KIND = [
+    *({"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in KINDS),
+    {"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+]
+
+
+@takes(schema_of(STRUCTURED_OUTPUTS, additionalProperties=False, oneOf=ONE_KIND))
 def structured_outputs(value: Any, path: str) -> StructuredOutput:
-    table: Table = {
-        **KINDS,
-        "json_object": any_json_object,
-        "whitespace_pattern": string,
-        "disable_fallback": only(False, True),
-        "disable_any_whitespace": only(False),
-        "disable_additional_properties": only(False),
-    }
-    values, unknown = decode(json_object(value, path), table, prefix=f"{path}.")
+    values, unknown = decode(json_object(value, path), STRUCTURED_OUTPUTS, prefix=f"{path}.")
     if unknown:
         name = unknown[0]
         raise unsupported(

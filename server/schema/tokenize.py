@@ -7,11 +7,12 @@ from engine.api.messages import Prompt, TextPrompt
 from server.errors import invalid_type, invalid_value, missing
 from server.schema.chat import TEMPLATE_FIELDS, build_chat_prompt
 from server.schema.chat_rules import ChatRules
-from server.schema.completions import TokenIds, token_ids
-from server.schema.fields import Table, boolean, decode, string
+from server.schema.completions import TOKEN_IDS, TokenIds, token_ids
+from server.schema.fields import Table, boolean, decode, string, takes
 from server.schema.tools import chosen_tools
 
 
+@takes(TOKEN_IDS)
 def token_list(value: Any, path: str) -> TokenIds:
     if not isinstance(value, list):
         raise invalid_type(path, "a list of token ids", value)
@@ -22,9 +23,9 @@ TOKENIZE_FIELDS: Table = {
     **TEMPLATE_FIELDS,
     "model": string,
     "prompt": string,
-    "return_token_strs": boolean,
+    "return_token_strs": boolean.or_else(False),
 }
-DETOKENIZE_FIELDS: Table = {"model": string, "tokens": token_list}
+DETOKENIZE_FIELDS: Table = {"model": string, "tokens": token_list.required()}
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,11 @@ def parse_tokenize(body: dict[str, Any], rules: ChatRules) -> TokenizeRequest:
     return TokenizeRequest(
         model=values.get("model"),
         prompt=prompt,
-        return_token_strs=values.get("return_token_strs", False),
+        return_token_strs=values["return_token_strs"],
         ignored=ignored,
     )
 
 
 def parse_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
     values, ignored = decode(body, DETOKENIZE_FIELDS)
-    if "tokens" not in values:
-        raise missing("tokens")
     return DetokenizeRequest(model=values.get("model"), tokens=values["tokens"], ignored=ignored)

@@ -9,7 +9,7 @@ from engine.api.sampling import StructuredOutput
 from server.answer.call_format import JSON, CallFormat
 from server.errors import ApiError, invalid_type, invalid_value, missing, unsupported
 from server.schema.chat_rules import ChatRules
-from server.schema.fields import boolean, json_object, string
+from server.schema.fields import Schema, any_of, boolean, json_object, object_with, string, takes
 
 MAX_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -25,6 +25,20 @@ class ToolChoice:
 # --- fields ---------------------------------------------------------------------------------------
 
 
+PARAMETERS: Schema = {"type": "object", "properties": {"type": {"const": "object"}}}
+FUNCTION = object_with(
+    {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}},
+    {"description": string.schema, "parameters": PARAMETERS, "strict": boolean.schema},
+)
+NAMED = object_with({"name": string.schema})
+ONE_KIND: Schema = {"const": "function"}
+
+
+def lists(item: Schema) -> Schema:
+    return {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_TOOLS}
+
+
+@takes(lists(object_with({"type": ONE_KIND, "function": FUNCTION})))
 def tools(value: Any, path: str) -> list[dict[str, Any]]:
     """A list of {type: "function", function: {...}}."""
 
@@ -40,6 +54,7 @@ def tools(value: Any, path: str) -> list[dict[str, Any]]:
     return tool_list(value, path, tool, "function.name")
 
 
+@takes(lists(FUNCTION))
 def functions(value: Any, path: str) -> list[dict[str, Any]]:
     """The deprecated spelling: functions without an envelope."""
 
@@ -99,6 +114,16 @@ def parameters(value: Any, path: str) -> dict[str, Any]:
     return schema
 
 
+@takes(
+    any_of(
+        {"enum": list(MODES)},
+        {
+            "type": "object",
+            "properties": {"type": ONE_KIND, "function": NAMED},
+            "required": ["function"],
+        },
+    )
+)
 def tool_choice(value: Any, path: str) -> ToolChoice:
     if isinstance(value, dict):
         check_function_type(value, path)
@@ -117,6 +142,7 @@ def tool_choice(value: Any, path: str) -> ToolChoice:
     )
 
 
+@takes(any_of({"enum": [mode for mode in MODES if mode != "required"]}, NAMED))
 def function_call(value: Any, path: str) -> ToolChoice:
     """The deprecated spelling of tool_choice."""
     if isinstance(value, dict):
@@ -216,7 +242,7 @@ def chosen_tools(values: dict[str, Any]) -> Tools | None:
         choice = ToolChoice("auto")
     if choice.mode == "none":
         return None
-    found = Tools(listed, choice, values.get("parallel_tool_calls", True))
+    found = Tools(listed, choice, values["parallel_tool_calls"])
     if choice.mode == "named" and choice.name not in found.names:
         path = "function_call.name" if field == "function_call" else "tool_choice.function.name"
         raise invalid_value(
