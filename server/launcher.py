@@ -62,6 +62,8 @@ def serve(server: ServerConfig, engine: EngineConfig) -> int:
 class Launcher:
     """Owns the run directory's processes and the HTTP server, from start to exit code."""
 
+    engine_module = "engine"  # run as `python -m`; a benchmark of the server has one of its own
+
     def __init__(
         self, server: ServerConfig, engine: EngineConfig, listeners: list[socket], run_dir: str
     ) -> None:
@@ -232,7 +234,7 @@ class Launcher:
         run_dir = Path(self.run_dir)
         for name, module, config in (
             ("tokenizer", "tokenizer_proc", tokenizer_config),
-            ("engine", "engine", engine_config),
+            ("engine", self.engine_module, engine_config),
         ):
             file = run_dir / f"{name}.json"
             self.children.append(await Child.start_with_config(name, module, config, file))
@@ -261,7 +263,7 @@ class Launcher:
     def on_death(self, reason: str, code: int) -> int:
         """One error to every live request, then this process ends, too."""
         self.status.set_dead(reason)
-        self.client.fail_all(engine_dead(reason))
+        self.client.fail_all(engine_dead(reason, has_begun=True))
         return code
 
 
