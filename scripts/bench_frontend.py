@@ -128,7 +128,9 @@ def run_client(job: Job) -> Result:
 
 def show_header() -> None:
     cpu = " ".join(f"{name:>14}" for name in NAMES)
-    print(f"{'tokens/s':>9} {'offered':>8} {'p50 ms':>7} {'p99 ms':>7} {'tok/event':>9} {cpu} {'pair':>7}")
+    print(
+        f"{'tokens/s':>9} {'offered':>8} {'p50 ms':>7} {'p99 ms':>7} {'tok/event':>9} {cpu} {'pair':>7}"
+    )
     print(f"{'':>44} {'CPU ms per 1,000 tokens (and % of a core)':>59}")
 
 
@@ -160,7 +162,9 @@ def climb(bench: Bench, start: float, factor: float) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", metavar="DIR", help="whose tokenizer to use; its weights are not")
+    parser.add_argument(
+        "--model", metavar="DIR", help="whose tokenizer to use; its weights are not"
+    )
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each level")
     parser.add_argument("--tokens-per-s", type=float, nargs="*", help="these levels, no search")

@@ -17,6 +17,11 @@ def event(payload: bytes) -> bytes:
     return b"data: %b\n\n" % payload
 
 
+def chunk(data: bytes) -> bytes:
+    """`data`, not empty, as one chunk of a body (RFC 9112, 7.1)."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 async def open_response(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
     """Send the status line and headers of an event stream. From here on, errors come as events.
 

@@ -8,11 +8,16 @@ delays others:
     socket callback:   choice.texts += [...]; stream.mark(choice)      (any number of times)
     handler task:      for choice in await stream.next(): piece = choice.take(); write(piece)
 
+Most text is written without a switch to the task: while it waits in `next`, `write_now` takes what came
+in a turn of the event loop. It declines where the task is needed: at the beginning, at the end, and as
+long as the client is behind.
+
 The engine cannot be slowed down for one reader. What is merged for one is bounded by time (the write
 timeout) and by size: with more than MAX_PENDING_CHARS the write that blocks is given up at once.
 """
 
 import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.api.messages import FinishReason, TokenLogprobText
@@ -30,8 +35,13 @@ class Piece:
     logprobs: list[TokenLogprobText]
     finish_reason: str | None
     stop_reason: str | int | None
-    parts: list[tuple[str, int]]  # the text as it arrived, with the tokens generated until then
+    texts: list[str]  # `text` as it arrived,
+    ends: list[int]  # and how many tokens were generated until then
     token_ids: bytes = b""  # int32: those generated since the last piece, if wanted
+
+    @property
+    def parts(self) -> Iterable[tuple[str, int]]:
+        return zip(self.texts, self.ends, strict=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,17 +76,24 @@ class Choice:
 
     def take(self) -> Piece | None:
         """Everything pending; None if there is nothing worth a chunk (then log-probabilities wait)."""
-        text = "".join(self.texts)
+        texts = self.texts
+        text = texts[0] if len(texts) == 1 else "".join(texts)
         if not text and self.finish_reason is None:
             return None
-        parts = list(zip(self.texts, self.ends, strict=True))
         piece = Piece(
-            text, self.logprobs, self.finish_reason, self.stop_reason, parts, self.token_ids
+            text,
+            self.logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            texts,
+            self.ends,
+            self.token_ids,
         )
         self.stream.num_pending_chars -= len(text)
         self.texts = []
         self.ends = []
-        self.logprobs = []
+        if self.logprobs:
+            self.logprobs = []
         self.token_ids = b""
         return piece
 
@@ -119,10 +136,13 @@ class RequestStream:
         self.error: ApiError | None = None
         self.num_pending_chars = 0
         self.write_limit: asyncio.Timeout | None = None  # of the write under way
+        # Writes what these choices have and returns True, or does nothing and returns False.
+        self.write_now: Callable[[list[Choice]], bool] | None = None
         self._incremental = incremental
         self._num_accepted = 0
         self._num_unfinished = 0
         self._marked: list[Choice] = []
+        self._is_flush_due = False
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._waiting_since = 0.0
@@ -177,7 +197,9 @@ class RequestStream:
             if not choice.is_marked:
                 choice.is_marked = True
                 self._marked.append(choice)
-            self._wake()
+            if not self._is_flush_due:
+                self._is_flush_due = True
+                self._loop.call_soon(self._flush)
 
     def on_pending(self, num_chars: int) -> None:
         """More text waits; too much of it ends the write that its reader blocks."""
@@ -244,6 +266,7 @@ class RequestStream:
             await self._wait()
 
     def close(self) -> None:
+        self.write_now = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -259,6 +282,24 @@ class RequestStream:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    def _flush(self) -> None:
+        """After all that came in this turn of the loop: write it, or wake the task to do so."""
+        self._is_flush_due = False
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not self._marked:
+            return  # the task is at work, and takes what is marked before it waits again
+        try:
+            if self.write_now is None or not self.write_now(self._marked):
+                waiter.set_result(None)
+                return
+        except Exception as error:  # as if the task had met it
+            waiter.set_exception(error)
+            return
+        for choice in self._marked:
+            choice.is_marked = False
+        self._marked = []
+        self._waiting_since = self._loop.time()
 
     def _arm(self, quiet_s: float) -> None:
         # One timer that re-arms itself when it fires early: a timer per token would cost more

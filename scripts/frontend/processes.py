@@ -6,7 +6,11 @@ from bisect import bisect_left
 from pathlib import Path
 
 SAMPLE_S = 0.05
-MARKS = {"server": "frontend.serve", "tokenizer_proc": "tokenizer_proc", "engine": "frontend.engine"}
+MARKS = {
+    "server": "frontend.serve",
+    "tokenizer_proc": "tokenizer_proc",
+    "engine": "frontend.engine",
+}
 
 
 def find_processes(root: int) -> dict[str, int]:

@@ -14,13 +14,13 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from engine.api.messages import Prompt
 from server import sse
@@ -169,6 +169,7 @@ async def write_stream(
                     num_open -= piece.finish_reason is not None
             if response is None:
                 response = await sse.open_response(request, generation.ignored_headers)
+                stream.write_now = direct_writer(request, stream, options, fmt)
             if not num_open:
                 if options.include_usage:
                     events.append(last_chunk(request, stream, fmt))
@@ -188,6 +189,32 @@ async def write_stream(
             logger.exception("request %s failed while streaming", request[NOTES].request_id)
             error = internal_error()
         return await end_with_error(request, response, error)
+
+
+def direct_writer(
+    request: web.Request, stream: RequestStream, options: StreamOptions, fmt: Format
+) -> Callable[[list[Choice]], bool] | None:
+    """For `RequestStream.write_now`. None without chunks (HTTP/1.0), which it writes itself.
+
+    It cannot wait, so it writes only while nothing of this response is unsent.
+    """
+    transport = request.transport
+    if transport is None or request.version < HttpVersion11:
+        return None
+
+    def write(choices: list[Choice]) -> bool:
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        for choice in choices:
+            if choice.finish_reason is not None or not choice.is_opened:
+                return False
+        pieces = [(choice, piece) for choice in choices if (piece := choice.take()) is not None]
+        events = [fmt.delta(c, piece, usage_field(stream, c, options)) for c, piece in pieces]
+        if data := b"".join(events):
+            transport.write(sse.chunk(data))
+        return True
+
+    return write
 
 
 def last_chunk(request: web.Request, stream: RequestStream, fmt: Format) -> bytes:
