@@ -43,8 +43,8 @@ def level_of(job: Job, result: Result, watch: CpuWatch) -> Level:
     if end <= start:
         raise ValueError("the streams did not run together for long enough: use more --seconds")
     seconds = (end - start) * 1e-9
-    rows = [row for row in zip(result.times_ns, result.words, result.ages_ns, strict=True)]
-    rows = [row for row in rows if start <= row[0] < end]
+    columns = zip(result.times_ns, result.words, result.ages_ns, strict=True)
+    rows = [row for row in columns if start <= row[0] < end]
     ages = [age for _, _, age in rows]
     middle = (start + end) // 2
     halves = (
