@@ -37,10 +37,10 @@ constexpr int X_SHARE = COLUMNS / CLUSTER;             // rows of x that a block
 constexpr int STAGE = W_BYTES + COLUMNS * 128;
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int EIGHTS = COLUMNS / 8;                    // of 8 columns of sums; a lane has 4 numbers of each
-constexpr int AT_ONCE = EIGHTS % 8 == 0 ? 8 : 4;       // eights whose parts are on their way
+constexpr int AT_ONCE = EIGHTS % 8 == 0 && COLUMNS * HEIGHTS <= 192 ? 8 : 4;  // of them, in adding up parts
 // Only where sums are many do registers go from the fetching warps to the others: what the others do not
 // take is left for blocks of the next kernel.
-constexpr bool MOVES_REGISTERS = CONSUMERS > 1 && COLUMNS * HEIGHTS > 192;
+constexpr bool MOVES_REGISTERS = CONSUMERS > 1 && COLUMNS * HEIGHTS > 128;
 static_assert(COLUMNS % 32 == 0 && COLUMNS * HEIGHTS <= (CONSUMERS > 2 ? 96 : 256), "the sums are in registers");
 
 typedef float Sums[HEIGHTS][COLUMNS / 2];  // by 64 rows of W; see wgmma in common/sm90.cuh
@@ -69,8 +69,8 @@ struct Place {
 // Units, and who takes them. A grain of `grain` units is never divided; it divides a tile.
 struct Work {
   int num_chunks, grain, num_grains, num_clusters;
-  DEV int first_unit(int cluster) const { return (int)((i64)cluster * num_grains / num_clusters) * grain; }
-  DEV int cluster_of(int unit) const { return (int)(((i64)(unit / grain + 1) * num_clusters - 1) / num_grains); }
+  DEV int first_unit(int cluster) const { return cluster * num_grains / num_clusters * grain; }
+  DEV int cluster_of(int unit) const { return ((unit / grain + 1) * num_clusters - 1) / num_grains; }
 };
 
 struct Params {
@@ -175,20 +175,26 @@ DEV bool add_parts(const Params& p, int cluster, int tile, int rank, Sums& sums)
   for (int h = 0; h < HEIGHTS; h++)
 #pragma unroll
     for (int i = 0; i < EIGHTS; i += AT_ONCE) {
-      float4 total[AT_ONCE] = {};
+      float* d = sums[h] + 4 * i;
+      float total[4 * AT_ONCE] = {};
       for (int part = first; part < first + num_parts; part++) {
+        if (part == cluster) {
+#pragma unroll
+          for (int e = 0; e < 4 * AT_ONCE; e++) total[e] += d[e];
+          continue;
+        }
         const float4* from = part_of(p, part, tile, rank, thread) + (h * EIGHTS + i) * 128;
+        float4 other[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) other[j] = load_float4_l2(from + j * 128);
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-          const float4 add = load_float4_l2(from + j * 128);
-          total[j].x += add.x, total[j].y += add.y, total[j].z += add.z, total[j].w += add.w;
+          total[4 * j] += other[j].x, total[4 * j + 1] += other[j].y;
+          total[4 * j + 2] += other[j].z, total[4 * j + 3] += other[j].w;
         }
       }
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        float* d = sums[h] + 4 * (i + j);
-        d[0] = total[j].x, d[1] = total[j].y, d[2] = total[j].z, d[3] = total[j].w;
-      }
+      for (int e = 0; e < 4 * AT_ONCE; e++) d[e] = total[e];
     }
   return true;
 }

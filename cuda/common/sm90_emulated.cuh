@@ -1,6 +1,7 @@
-// What sm90.cuh offers, in plain C++ for the emulator (tests/kernels/cuda_emu.h). Copies and products take
-// place when they are started, so this checks addresses, swizzles, layouts and that every wait ends, but
-// not that data was waited for.
+// What sm90.cuh offers, in plain C++ for the emulator (tests/kernels/cuda_emu.h). Products take place when
+// they are started, copies as well or, with -DEMU_LATE=1, when nothing else can: the one finds stages that are
+// overwritten too early, the other stages that are read too early. Both check addresses, swizzles, layouts and
+// that every wait ends.
 #pragma once
 #include "common/dtype.cuh"
 
@@ -12,7 +13,8 @@ DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_point
 DEV void store_zeros_16(u32 smem) { __builtin_memset(shared_pointer(smem), 0, 16); }
 
 // Of bytes in a tile of rows of 128: the chunk's number is combined with the row's.
-DEV u8* swizzled(u32 smem) { return shared_pointer(smem ^ (smem >> 7 & 7) << 4); }
+DEV u32 swizzled_offset(u32 smem) { return smem ^ (smem >> 7 & 7) << 4; }
+DEV u8* swizzled(u32 smem) { return shared_pointer(swizzled_offset(smem)); }
 
 struct EmulatedMbarrier {
   u8 expected, pending, phase, unused;
@@ -66,7 +68,7 @@ DEV void named_barrier_sync(int id, int threads) {
 // Innermost dimension first; strides in bytes, of the second and third dimension.
 struct alignas(64) TensorMap { u64 address, extent[3], stride[2], box[3], unused[7]; };
 
-DEV void emulated_load(int rank, u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
+DEV void emulated_load(EmulatedMbarrier& barrier, u8* memory, u32 smem, const TensorMap* map, int x, int y, int z) {
   const u64 rows = map->box[1], planes = map->box[2];
   for (u64 r = 0; r < rows * planes; r++) {
     for (u64 c = 0; c < map->box[0]; c++) {
@@ -76,22 +78,26 @@ DEV void emulated_load(int rank, u32 smem, const TensorMap* map, u32 barrier, in
       u16 value = 0;
       if (inside)
         __builtin_memcpy(&value, (u8*)map->address + at[0] * 2 + at[1] * map->stride[0] + at[2] * map->stride[1], 2);
-      __builtin_memcpy(emu::in_block_of_cluster(swizzled(smem + r * 128 + c * 2), rank), &value, 2);
+      __builtin_memcpy(memory + swizzled_offset(smem + r * 128 + c * 2), &value, 2);
     }
   }
+  barrier.bytes -= (int)(rows * planes * map->box[0] * 2);
+  barrier.settle();
+}
+DEV void emulated_load_to(u32 rank, u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
   EmulatedMbarrier& b = emulated_mbarrier_at(barrier, rank);
-  b.bytes -= (int)(rows * planes * map->box[0] * 2);
-  b.settle();
+  u8* memory = (u8*)emu::in_block_of_cluster(shared_pointer(0), rank);
+  emu::later([=, &b, copy = *map] { emulated_load(b, memory, smem, &copy, x, y, z); });
 }
 DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
-  emulated_load(rank_in_cluster(), smem, map, barrier, x, y, 0);
+  emulated_load_to(rank_in_cluster(), smem, map, barrier, x, y, 0);
 }
 DEV void tma_load_2d_to(u32 blocks, u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
-  for (int rank = 0; rank < 8; rank++)
-    if (blocks >> rank & 1) emulated_load(rank, smem, map, barrier, x, y, 0);
+  for (u32 rank = 0; rank < emu::CLUSTER_BLOCKS; rank++)
+    if (blocks >> rank & 1) emulated_load_to(rank, smem, map, barrier, x, y, 0);
 }
 DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
-  emulated_load(rank_in_cluster(), smem, map, barrier, x, y, z);
+  emulated_load_to(rank_in_cluster(), smem, map, barrier, x, y, z);
 }
 DEV void tensor_map_prefetch(const TensorMap*) {}
 DEV void fence_async_proxy() {}

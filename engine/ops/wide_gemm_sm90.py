@@ -50,6 +50,7 @@ MAX_SHARES = 8  # of a tile
 LEFT_OVER = 8 << 10  # bytes of shared memory for small kernels that start meanwhile
 ALIGNMENT = 1024  # bytes that aligning the stages in shared memory may take
 MIN_UNITS = 4  # of a cluster that shares tiles with others: less is not worth adding up
+MAX_ELEMENTS = 1 << 32  # of W, so that the kernel can count in 32 bits
 MAX_ARRIVALS = 1 << 14  # counters; a tile that is divided has one for each 16 rows
 
 # Of one SM of an H200, in bytes and multiply-adds a microsecond: what estimates are made of.
@@ -179,7 +180,7 @@ def launch(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, plan: Plan) -
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the kernel can multiply [m, k] by [n, k] transposed."""
     fits = 1 <= m <= COLUMNS[-1] and n >= 8 and n % 8 == 0 and k >= 8 and k % 8 == 0
-    return fits and dtype in (torch.bfloat16, torch.float16)
+    return fits and n * k < MAX_ELEMENTS and dtype in (torch.bfloat16, torch.float16)
 
 
 def is_chosen(x: Tensor, weight: Tensor) -> bool:

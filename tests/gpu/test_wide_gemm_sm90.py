@@ -209,8 +209,10 @@ def test_every_plan_behind_a_kernel_that_writes_x(
 
 def test_memory_is_not_taken_while_a_graph_is_captured(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="run the product once before"):
-        op.parts_of(12345, device)
+    with torch.cuda.graph(graph):
+        torch.zeros(8, device=device)  # something to capture
+        with pytest.raises(RuntimeError, match="run the product once before"):
+            op.parts_of(12345, device)
 
 
 def test_linear_takes_the_kernel_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 //
 //   g++ -DSLUICE_EMULATE -include cuda_emu.h kernel.cpp
 //
-// Thread blocks run one after another (with -DEMU_BACKWARDS=1 the last one first), or with -DCLUSTER=n n at a
-// time, as their cluster waits for each other. Within a block every CUDA thread is a fiber (ucontext): it runs until it meets a barrier, a warp
+// Thread blocks run one after another, or with -DCLUSTER=n n at a time, as their cluster waits for each
+// other. Within a block every CUDA thread is a fiber (ucontext): it runs until it meets a barrier, a warp
 // shuffle or its end, then the next one runs. So each run takes the same order, and data races do not show;
 // what shows is wrong arithmetic, wrong indices and wrong geometry.
+//
+//   -DEMU_BACKWARDS=1   the last block runs first
+//   -DEMU_LATE=1        what `emu::later` is given takes place, one at a time, only when all threads wait
 //
 //   fiber of thread 0    ──run──┐ __syncthreads            ┌──run── ...
 //   fiber of thread 1           └──run──┐ __syncthreads    │
@@ -22,6 +25,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -123,6 +128,17 @@ inline void (*body)() = nullptr;
   std::fprintf(stderr, "emulated kernel, block (%u, %u, %u), thread %u: %s\n", index.x, index.y, index.z,
                current ? current->linear : 0, what);
   std::abort();
+}
+
+inline std::deque<std::function<void()>> delayed;
+
+// Work of an engine beside the threads: done at once, or as late as it may be.
+inline void later(std::function<void()> work) {
+#ifdef EMU_LATE
+  delayed.push_back(std::move(work));
+#else
+  work();
+#endif
 }
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
@@ -245,7 +261,12 @@ inline void run_cluster(dim3 first, size_t smem_bytes) {
         current = &f;
         swapcontext(&scheduler, &f.context);
       }
-    if (progress == before) fail("threads wait at barriers or shuffles that others never reach");
+    if (progress != before) continue;
+    if (delayed.empty()) fail("threads wait at barriers or shuffles that others never reach");
+    const std::function<void()> work = std::move(delayed.front());
+    delayed.pop_front();
+    work();
+    progress++;
   }
 }
 

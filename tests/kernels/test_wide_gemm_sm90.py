@@ -83,7 +83,7 @@ PRODUCTS = [
     ("m", "n", "k", "dtype", "columns", "tiling", "cluster", "clusters", "tile_rows", "divided"),
     PRODUCTS,
 )
-@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("schedule", ["plain", "EMU_BACKWARDS", "EMU_LATE"])
 def test_against_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     m: int,
@@ -96,12 +96,12 @@ def test_against_the_reference(
     clusters: int,
     tile_rows: int,
     divided: bool,
-    backwards: bool,
+    schedule: str,
 ) -> None:
-    if backwards:
-        if not divided:
-            pytest.skip("the order of blocks matters where they share tiles")
-        run_blocks_backwards(monkeypatch)
+    if schedule == "EMU_BACKWARDS" and not divided:
+        pytest.skip("the order of blocks matters where they share tiles")
+    if schedule != "plain":
+        run_by(schedule, monkeypatch)
     x, w, bias, wide_out = inputs(m, n, k, dtype)
     out = wide_out[:m, 8 : 8 + n]
     plan = plan_of(n, k, columns, Tiling(*tiling), cluster, clusters, tile_rows, divided)
@@ -117,14 +117,15 @@ def test_against_the_reference(
     assert (wide_out == 7.0).all(), "wrote beside the result"
 
 
-def run_blocks_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_by(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See tests/kernels/cuda_emu.h."""
     variant = op.variant
 
-    def backwards(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
+    def scheduled(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
         spec = variant(plan, dtype)
-        return replace(spec, defines={**spec.defines, "EMU_BACKWARDS": 1})
+        return replace(spec, defines={**spec.defines, schedule: 1})
 
-    monkeypatch.setattr(op, "variant", backwards)
+    monkeypatch.setattr(op, "variant", scheduled)
     op.load.cache_clear()
 
 
@@ -136,7 +137,7 @@ def test_the_order_of_arrival_does_not_show(monkeypatch: pytest.MonkeyPatch) -> 
     plan = plan_of(64, 640, 64, Tiling(1, 1), 1, 4, 64, True)
     want, got = torch.empty(40, 64, dtype=BF16), torch.empty(40, 64, dtype=BF16)
     op.launch(x, w, None, want, plan)
-    run_blocks_backwards(monkeypatch)
+    run_by("EMU_BACKWARDS", monkeypatch)
     op.launch(x, w, None, got, plan)
     assert torch.equal(got, want)
 
