@@ -4,7 +4,10 @@ export const connection = {
   get key() { return sessionStorage.getItem("key") ?? ""; },
   set key(value) { sessionStorage.setItem("key", value.trim()); },
   get base() { return sessionStorage.getItem("base") ?? ""; },
-  set base(value) { sessionStorage.setItem("base", value.trim().replace(/\/+(v1\/*)?$/, "")); },
+  set base(value) {
+    const plain = value.trim().replace(/\/+(v1\/*)?$/, "");
+    sessionStorage.setItem("base", plain && !plain.includes("://") ? `http://${plain}` : plain);
+  },
 };
 
 // Relative to the page, so that a proxy may serve it below any path.

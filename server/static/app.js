@@ -7,8 +7,9 @@ import { element } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 5000;
-const POLL_LOADING_MS = 1000;
-const WORDS = { queue_full: "busy", draining: "draining", stalled: "stalled", dead: "engine has stopped" };
+const POLL_SOON_MS = 1000;
+const WORDS = { draining: "draining", stalled: "stalled", dead: "the engine has stopped" };
+const GONE = { kind: "bad", words: "no answer" };
 
 let timer = 0;
 let modelsKnown = false;
@@ -17,40 +18,39 @@ async function poll() {
   clearTimeout(timer);
   let delay = POLL_MS;
   if (!document.hidden) {
-    const ready = await readState();
-    if (ready && !modelsKnown) await readModels();
-    if (!ready || !modelsKnown) delay = POLL_LOADING_MS;
+    let state = await readState();
+    if (state !== GONE && !modelsKnown) state = (await readModels()) ?? state;
+    show(state);
+    if (state === GONE || state.kind === "soon") delay = POLL_SOON_MS;
   }
   clearTimeout(timer);
   timer = setTimeout(poll, delay);
 }
 
-function show(kind, words, detail = "") {
+function show({ kind, words, detail = "" }) {
   const state = $("state");
   state.className = kind;
-  if (state.textContent !== words) state.textContent = words;
+  if (state.textContent !== words) state.textContent = words; // said aloud only when it changes
   state.title = detail;
 }
 
-// True if requests are served. Not through `request`: a 503 has the state in its body.
+// Not through `request`: a 503 has the state in its body.
 async function readState() {
+  let status, reason, phase, progress;
   try {
     const response = await fetch(address("ready"), { cache: "no-store" });
-    if (response.ok) {
-      show("good", "ready");
-      return true;
-    }
-    const { status, reason, phase, progress } = await response.json();
-    const percent = progress ? ` ${Math.round(progress * 100)}%` : "";
-    if (status === "loading") show("soon", phase === "serving" ? "starting" : phase + percent, reason);
-    else show(status === "queue_full" ? "good" : "bad", WORDS[status] ?? status, reason);
-    return status === "queue_full";
+    ({ status, reason, phase, progress } = await response.json());
   } catch {
-    show("bad", "no answer");
-    return false;
+    return GONE;
   }
+  if (status === "ok") return { kind: "good", words: "ready" };
+  if (status === "queue_full") return { kind: "soon", words: "busy: the queue is full", detail: reason };
+  if (status !== "loading") return { kind: "bad", words: WORDS[status] ?? status, detail: reason };
+  const percent = progress ? ` ${Math.round(progress * 100)}%` : "";
+  return { kind: "soon", words: phase === "serving" ? "starting" : phase + percent, detail: reason };
 }
 
+// What to show instead of the state if the names are refused.
 async function readModels() {
   const select = $("model");
   try {
@@ -58,8 +58,10 @@ async function readModels() {
     select.replaceChildren(...data.map(({ id }) => element("option", { value: id, textContent: id.replace(/.*\//, "") })));
     select.disabled = data.length < 2;
     modelsKnown = true;
+    return null;
   } catch (problem) {
-    show("bad", problem.status === 401 ? "needs an API key" : problem.message, problem.advice);
+    const words = problem.status === 401 ? "needs an API key" : problem.message;
+    return { kind: "bad", words, detail: problem.advice };
   }
 }
 
@@ -68,6 +70,7 @@ function connect() {
     $(name).value = connection[name];
     $(name).addEventListener("change", () => {
       connection[name] = $(name).value;
+      $(name).value = connection[name];
       modelsKnown = false;
       poll();
     });

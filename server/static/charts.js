@@ -65,15 +65,19 @@ export function drawLanes(canvas, lanes, places) {
   canvas.setAttribute("aria-label", `Latest values: ${said.join(", ")}`);
 }
 
+const MAP_HEIGHT = 160; // at most, in pixels
 const STATES = ["reserved", "free", "cached", "used", "shared"];
 
 // One cell a block, in order; where there are too many, one for several, with the state most in use.
 export function drawBlocks(canvas, runs) {
-  const { context, width, height } = prepare(canvas);
   const states = runs.flatMap(([state, length]) => new Array(length).fill(STATES.indexOf(state))).slice(1);
-  const size = Math.max(4, Math.min(14, Math.floor(Math.sqrt((width * height) / states.length))));
-  const columns = Math.floor(width / size);
-  const cells = columns * Math.max(1, Math.floor(height / size));
+  const area = canvas.clientWidth * MAP_HEIGHT;
+  const size = Math.max(4, Math.min(14, Math.floor(Math.sqrt(area / states.length))));
+  const columns = Math.floor(canvas.clientWidth / size);
+  const rows = Math.min(Math.floor(MAP_HEIGHT / size), Math.ceil(states.length / columns));
+  canvas.style.height = `${rows * size}px`;
+  const { context } = prepare(canvas);
+  const cells = columns * rows;
   const each = Math.ceil(states.length / cells);
   const colors = STATES.map((state) => (state === "reserved" ? "" : colorOf(`c-${state}`)));
   for (let cell = 0; cell * each < states.length; cell++) {

@@ -22,7 +22,7 @@ export function startChat() {
     }
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") stop();
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
   });
   $("stop").addEventListener("click", stop);
   $("retry").addEventListener("click", retry);
@@ -71,7 +71,8 @@ function forget(index) {
 function add(role, name, index) {
   const text = element("div", { className: "text" });
   const notes = element("p", { className: "stats" });
-  const box = element("article", { className: `turn ${role}` }, element("h2", { textContent: name }), text, notes);
+  const box = element("article", { className: `turn ${role}` }, element("h2", { textContent: name }), text);
+  if (role === "assistant") box.append(notes);
   const turn = { box, text, notes, index };
   turns.push(turn);
   $("log").append(box);
@@ -86,12 +87,14 @@ function follow(always) {
 }
 
 function setBusy(busy) {
+  const focused = document.activeElement;
   $("send").hidden = busy;
   $("stop").hidden = !busy;
   $("retry").disabled = busy || messages.length === 0;
   $("clear").disabled = messages.length === 0;
   $("empty").hidden = messages.length > 0;
   $("log").setAttribute("aria-busy", String(busy)); // read out when complete
+  if (focused?.hidden || focused?.disabled) $("prompt").focus(); // do not leave the keyboard nowhere
 }
 
 function body() {
@@ -111,7 +114,7 @@ function body() {
 async function answer() {
   const controller = new AbortController();
   running = controller;
-  const turn = add("assistant", $("model").value || "Answer", messages.length);
+  const turn = add("assistant", $("model").selectedOptions[0]?.textContent ?? "Answer", messages.length);
   const state = { turn, content: "", reasoning: "", usage: null, finish: "", began: performance.now(), first: 0, last: 0 };
   setBusy(true);
   try {

@@ -18,6 +18,7 @@ const COUNTERS = {
 
 let shown = false;
 let timer = 0;
+let polling = false;
 let before = null; // counters of the last poll, with their time
 let timelineId = 0;
 const history = { generated: [], prompt: [], first: [], gap: [] };
@@ -25,7 +26,6 @@ const rows = new Map(); // by request
 
 export function startLive() {
   document.addEventListener("visibilitychange", poll);
-  addEventListener("resize", poll);
 }
 
 export function showLive(show) {
@@ -36,7 +36,8 @@ export function showLive(show) {
 
 async function poll() {
   clearTimeout(timer);
-  if (!shown || document.hidden) return;
+  if (!shown || document.hidden || polling) return;
+  polling = true;
   const began = performance.now();
   try {
     await Promise.all([readMetrics(), readRequests(), readBlocks(), readSteps()]);
@@ -45,7 +46,7 @@ async function poll() {
     $("live-problem").hidden = false;
     $("live-problem").textContent = `${error.message} ${error.advice ?? ""}`;
   }
-  clearTimeout(timer);
+  polling = false;
   timer = setTimeout(poll, Math.max(100, POLL_MS - (performance.now() - began)));
 }
 
@@ -133,13 +134,13 @@ function fill(row, one) {
   row.className = one.state;
   const values = [
     one.state === "running" || one.phase !== "queued" ? `${one.state}, ${one.phase}` : one.state,
+    one.reason,
     one.prompt_tokens ?? "",
     one.output_tokens ?? "",
     one.blocks ?? "",
     one.row || "",
     one.priority ?? "",
     `${one.age_s.toFixed(1)} s`,
-    one.reason,
   ];
   values.forEach((value, index) => {
     const cell = row.children[index + 1];

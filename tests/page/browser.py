@@ -116,6 +116,9 @@ class Page:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
+    async def close(self) -> None:
+        await self.call("Page.close")
+
     async def screenshot(self) -> bytes:
         """PNG."""
         answer = await self.call("Page.captureScreenshot", format="png")

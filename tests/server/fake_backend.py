@@ -75,7 +75,7 @@ class Script:
     prompt_text: str = "the prompt"
     error: RequestError | None = None  # instead of an answer
     error_after: int | None = None  # pieces before `error`; None: before anything
-    hold: str = ""  # "queued", "prefill" or "decode": stay there until aborted
+    hold: str = ""  # "encoding", "queued", "prefill" or "decode": stay there until aborted
     delay_s: float = 0.0  # before each piece
     tokens_per_piece: int = 1
     logprobs: list[TokenLogprobText] | None = None  # one for each piece
@@ -145,6 +145,9 @@ class FakeBackend(threading.Thread):
     def failed(self, message: str, exit_code: int) -> None:
         self.send("state", EngineFailed(epoch=0, message=message, exit_code=exit_code))
 
+    def answer_inspect(self, question: Inspect, report: AnyReport) -> None:
+        self.send("state", Inspection(call_id=question.call_id, report=report))
+
     def send(self, socket: str, message: Any) -> None:
         """From any thread: ZeroMQ sockets belong to the backend's own."""
         with self._lock:
@@ -202,8 +205,7 @@ class FakeBackend(threading.Thread):
         elif isinstance(message, Inspect):
             self.inspects.append(message)
             if message.subject in self.reports:
-                report = self.reports[message.subject]
-                self.send("state", Inspection(call_id=message.call_id, report=report))
+                self.answer_inspect(message, self.reports[message.subject])
         elif self.call_error is not None:
             status, code, text = self.call_error
             self._later(
@@ -230,6 +232,8 @@ class FakeBackend(threading.Thread):
         at = time.monotonic()
         if script.error is not None and script.error_after is None:
             self._later(script.error, at)
+            return
+        if script.hold == "encoding":
             return
         prompt_tokens = script.prompt_tokens
         if isinstance(generate.prompt, TokenPrompt):

@@ -258,3 +258,4 @@ def test_random_operations_agree_with_a_naive_model(
         assert pool.num_free == sum(count == 0 for count in refs.values())
         assert all(pool.refs(b) == count for b, count in refs.items())
         assert all(pool.name_of(b) == names.get(b) for b in refs)
+        assert pool.states().tolist() == [pool.state(b) for b in range(num_blocks)]
