@@ -27,7 +27,8 @@ from engine.resolve import Resolved, cache_rows, decide_num_blocks, resolve
 from engine.runner.request_table import RequestTable
 from engine.runner.runner import ModelRunner
 from engine.runner.sampler import Sampler
-from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 from engine.swap_space import (
     add_host_blocks,
     check_swap_space,

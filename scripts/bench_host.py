@@ -69,35 +69,63 @@ class Recorder(TorchDispatchMode):
         return (time.perf_counter() - started) / repeats * 1e6
 
 
-class WaitClock:
-    """Seconds spent in `StepHandle.wait`, while the device works."""
+class PartClock:
+    """Time of the parts of each step: methods of the loop's objects, wrapped."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        wait = StepHandle.wait
+    def __init__(self, driver: Driver) -> None:
+        loop = driver.loop
+        self.names: list[str] = []
+        self.seconds: list[float] = []  # of the current step, by part
+        self.wrap("schedule", loop.scheduler, "schedule")
+        self.wrap("launch", loop.runner, "launch")
+        graphs, sampler = loop.runner.graphs, loop.runner.sampler
+        if graphs is not None:
+            self.wrap("(stage)", graphs, "stage")
+            self.wrap("(replay)", graphs, "replay")
+        self.wrap("(sample)", sampler, "sample")
+        self.wrap("wait", StepHandle, "wait")
+        self.wrap("commit", loop.scheduler, "commit")
+        self.wrap("output", loop.scheduler, "take_output")
+        self.wrap("encode", loop, "send")
 
-        def timed(handle: StepHandle) -> object:
+    def wrap(self, name: str, owner: object, method: str) -> None:
+        """Count `method` as part `name`; one in brackets is within the part before it."""
+        inner, index, seconds = getattr(owner, method), len(self.names), self.seconds
+        self.names.append(name)
+        seconds.append(0.0)
+
+        def timed(*args: object) -> object:
             started = time.perf_counter()
-            result = wait(handle)
-            self.seconds += time.perf_counter() - started
+            result = inner(*args)
+            seconds[index] += time.perf_counter() - started
             return result
 
-        StepHandle.wait = timed  # type: ignore[method-assign,assignment]
+        setattr(owner, method, timed)
+
+    def take(self) -> list[float]:
+        """Seconds by part since the last call."""
+        seconds = self.seconds.copy()
+        self.seconds[:] = [0.0] * len(seconds)
+        return seconds
 
 
 @dataclass(slots=True)
 class HostTime:
-    """Mean microseconds of a decode step."""
+    """Median microseconds of a decode step."""
 
-    total: float
+    total: float  # but for waiting
     torch: float  # of these, inside torch's operations; 0 on a GPU, where they only launch
+    parts: list[float]
 
 
-def host_time(driver: Driver, batch: int, steps: int, clock: WaitClock) -> HostTime:
+def host_time(driver: Driver, batch: int, steps: int, clock: PartClock, draws: bool) -> HostTime:
     """Measure `steps` decode steps with `batch` running requests."""
     rng = np.random.default_rng(batch)
-    for _ in range(batch):
-        driver.add(driver.prompt(rng, 64), steps + WARM_UP_STEPS + 64)
+    for i in range(batch):  # not all fill their blocks in the same step
+        temperature = 1.0 if draws else 0.0
+        driver.add(
+            driver.prompt(rng, 64 + i % 64), steps + WARM_UP_STEPS + 256, temperature=temperature
+        )
     scheduler = driver.loop.scheduler
     while scheduler.num_running < batch or scheduler.generation_tokens < batch:
         driver.loop.step()
@@ -105,10 +133,12 @@ def host_time(driver: Driver, batch: int, steps: int, clock: WaitClock) -> HostT
         driver.loop.step()
     gc.collect()
     gc.freeze()
-    waited, started = clock.seconds, time.perf_counter()
+    clock.take()
+    times = []
     for _ in range(steps):
+        started = time.perf_counter()
         driver.loop.step()
-    seconds = time.perf_counter() - started - (clock.seconds - waited)
+        times.append([time.perf_counter() - started, *clock.take()])
     assert scheduler.num_running == batch, "a request ended while it was measured"
     recorder = Recorder()
     if driver.loop.runner.table.last_token.device.type == "cpu":
@@ -117,7 +147,10 @@ def host_time(driver: Driver, batch: int, steps: int, clock: WaitClock) -> HostT
     for req_id in list(driver.requests):
         driver.abort(req_id)
     driver.run()
-    return HostTime(seconds / steps * 1e6, recorder.replay_us() if recorder.calls else 0.0)
+    table = np.array(times) * 1e6
+    total = np.median(table[:, 0] - table[:, 1 + clock.names.index("wait")])
+    parts = np.median(table[:, 1:], axis=0).tolist()
+    return HostTime(float(total), recorder.replay_us() if recorder.calls else 0.0, parts)
 
 
 def main() -> None:
@@ -126,6 +159,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="the middle one is printed")
+    parser.add_argument("--draw", action="store_true", help="requests with temperature 1")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     driver = Driver(
@@ -146,15 +180,19 @@ def main() -> None:
     runner = driver.loop.runner
     if runner.table.last_token.device.type == "cpu":
         leave_out_model(runner, driver.engine.model_config, max(args.batch))
-    clock = WaitClock()
+    clock = PartClock(driver)
     for batch in args.batch:
-        rounds = [host_time(driver, batch, args.steps, clock) for _ in range(args.rounds)]
+        rounds = [
+            host_time(driver, batch, args.steps, clock, args.draw) for _ in range(args.rounds)
+        ]
         middle = sorted(rounds, key=lambda time: time.total - time.torch)[len(rounds) // 2]
         print(
             f"batch {batch:4}: {middle.total:5.0f} us a step, {middle.torch:4.0f} of them in torch's "
             f"operations, {middle.total - middle.torch:5.0f} outside",
             flush=True,
         )
+        parts = zip(clock.names, middle.parts, strict=True)
+        print("  " + ", ".join(f"{name} {time:.0f}" for name, time in parts), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What the scheduler has to tell, gathered until the step loop sends it."""
 
+from collections.abc import Iterable
+
 from engine.api.messages import FinishReason, PromptLogprobs, StepOutput, TokenLogprobs
 from engine.plan import RowLogprobs, SpanLogprobs
 
@@ -24,22 +26,27 @@ class OutputBuffer:
         self.rejected: list[tuple[int, str, str]] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
 
-    def add_token(self, req_id: int, token_id: int) -> None:
-        self.req_ids.append(req_id)
-        self.counts.append(1)
-        self.token_ids.append(token_id)
+    def add_tokens(self, req_ids: list[int], token_ids: list[int]) -> int:
+        """One token for each of these requests; returns the entry of the first."""
+        entry = len(self.req_ids)
+        self.req_ids += req_ids
+        self.counts += [1] * len(req_ids)
+        self.token_ids += token_ids
+        return entry
 
-    def add_logprobs(self, entry: RowLogprobs) -> None:
-        """Log-probabilities of the token added last."""
-        self.logprobs.append(
+    def add_logprobs(self, entries: Iterable[tuple[int, RowLogprobs]]) -> None:
+        """Log-probabilities at tokens about to be added, each with the token's place among them."""
+        first = len(self.token_ids)
+        self.logprobs += [
             TokenLogprobs(
-                index=len(self.token_ids) - 1,
+                index=first + place,
                 sampled=entry.sampled,
                 rank=entry.rank,
                 top_ids=entry.top_ids.tobytes(),
                 top_logprobs=entry.top_logprobs.tobytes(),
             )
-        )
+            for place, entry in entries
+        ]
 
     def add_prompt_logprobs(self, req_id: int, first: int, span: SpanLogprobs) -> None:
         """Log-probabilities of the prompt's tokens from place `first` on."""
@@ -55,16 +62,14 @@ class OutputBuffer:
         )
 
     def finish(
-        self, req_id: int, reason: FinishReason, stop_token: int | None, apart: bool = False
+        self, req_id: int, reason: FinishReason, stop_token: int | None, entry: int | None = None
     ) -> None:
-        """End a request; its entry is the last one if that is the token it ended with.
-
-        `apart`: the last token is text, and what ended the request is no token.
-        """
-        if apart or not self.req_ids or self.req_ids[-1] != req_id:
+        """End a request. `entry`: that of the token it ends with; None if no token ends it."""
+        if entry is None:
+            entry = len(self.req_ids)
             self.req_ids.append(req_id)
             self.counts.append(0)
-        self.finished.append((len(self.req_ids) - 1, reason, stop_token))
+        self.finished.append((entry, reason, stop_token))
 
     def take(self, epoch: int, step_id: int) -> StepOutput | None:
         """Everything since the last call, or None."""

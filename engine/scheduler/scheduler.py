@@ -22,7 +22,6 @@ No clock, no sockets, no torch: `schedule` is told the time.
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,36 +37,14 @@ from engine.scheduler.admission import (
     Rejection,
     why_never,
 )
+from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionLog, Reason, StepRecord
-from engine.scheduler.draft import Launched, StepDraft
+from engine.scheduler.decode_batch import DecodeBatch, places
+from engine.scheduler.draft import Launched, NewTokens, StepDraft
 from engine.scheduler.output import OutputBuffer
 from engine.scheduler.policy import WaitingQueue, choose_victim
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits and switches, resolved (no `auto`)."""
-
-    max_num_seqs: int  # running requests
-    max_num_batched_tokens: int  # the token budget of a step
-    max_model_len: int  # prompt and output
-    block_size: int
-    enable_chunked_prefill: bool
-    admission: str  # "peak" or "greedy"
-    eos_token_ids: tuple[int, ...]
-    check_invariants: bool
-    num_rows: int  # device rows, the reserved row 0 included
-
-    def __post_init__(self) -> None:
-        if self.num_rows <= self.max_num_seqs:
-            raise ValueError(
-                f"num_rows must be above max_num_seqs ({self.max_num_seqs}) as row 0 is reserved, "
-                f"got {self.num_rows}"
-            )
-        if self.admission not in ("peak", "greedy"):
-            raise ValueError(f"admission must be peak or greedy, got {self.admission!r}")
 
 
 class Scheduler:
@@ -85,6 +62,7 @@ class Scheduler:
         self.aborts = 0
         self._requests: dict[int, Request] = {}  # all live ones
         self._running: dict[int, Request] = {}  # in the order of their start
+        self._decodes = DecodeBatch(config.block_size)  # those of `_running` behind their prefill
         self._waiting = WaitingQueue()
         self._launched: deque[Launched] = deque()
         self._output = OutputBuffer()
@@ -137,9 +115,13 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
 
     def _finish(
-        self, request: Request, reason: FinishReason, stop: int | None = None, apart: bool = False
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop: int | None = None,
+        entry: int | None = None,
     ) -> None:
-        """The only way out: exactly once per request, from any state."""
+        """The only way out: exactly once per request, from any state. `entry`: see OutputBuffer."""
         if request.status is RequestStatus.RUNNING:
             self._leave_batch(request)
         else:
@@ -147,14 +129,18 @@ class Scheduler:
         # NaN may sit in the KV of a request that failed: nobody else shall find it
         self.kv.retire(request, is_bad=reason is FinishReason.ERROR)
         request.status = RequestStatus.FINISHED
+        if request.num_uncommitted:
+            for launched in self._launched:
+                launched.has_wasted = True
         del self._requests[request.req_id]
         self._lengths.record(request, reason)
-        self._output.finish(request.req_id, reason, stop, apart)
+        self._output.finish(request.req_id, reason, stop, entry)
         self.log.note(request.req_id, Reason.FINISHED, reason, request.num_output_tokens)
 
     def _leave_batch(self, request: Request) -> None:
         self.kv.release(request)
         del self._running[request.req_id]
+        self._decodes.leave(request)
         self._idle_rows.append(request.row)
         self._freed_rows.append(request.row)
         request.row = 0
@@ -163,49 +149,42 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan | None:
         """Plan the next step; None when nothing can run. A plan must be launched and committed."""
-        draft = StepDraft(self.config.max_num_batched_tokens)
-        if self._running:
-            self._schedule_running(draft)
+        draft = StepDraft(self.config.max_num_batched_tokens, self._decodes)
+        self._schedule_decodes(draft)
+        if len(self._running) > len(self._decodes):
+            self._schedule_prefills(draft)
         if self._waiting and not draft.has_preempted:
             self._schedule_waiting(draft, now_ns)
 
         plan = None
-        if draft.decodes or draft.prefills:
+        num_decodes = draft.num_decodes
+        if num_decodes or draft.prefills:
             self._num_steps += 1
             plan, launched = draft.build(self._num_steps, self._freed_rows)
             self._freed_rows = []
             self._launched.append(launched)
             if self.kv.tier is not None:
                 plan.swap_out, plan.swap_in = self.kv.tier.take_copies()
-        self._record(draft, now_ns)
+        self._record(draft, num_decodes, now_ns)
         if self.config.check_invariants:
             self.check_invariants()
         return plan
 
-    def _schedule_running(self, draft: StepDraft) -> None:
-        """One token for each decode, then the rest of the budget for unfinished prefills."""
-        block_size = self.config.block_size
-        budget = draft.budget
-        decodes = draft.decodes
-        prefilling = []
-        for request in list(self._running.values()):
-            computed = request.num_computed
-            if computed < request.num_prefill_tokens:
-                prefilling.append(request)
-                continue
-            if computed >= request.max_kv_tokens or len(decodes) >= budget:
-                continue  # its last token is launched already, or it has to sit this step out
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted by a request before it
-            if computed == len(request.block_ids) * block_size and not self._grow(
-                request, 1, draft
-            ):
-                continue
-            request.num_computed = computed + 1
-            request.num_uncommitted += 1
-            decodes.append(request)
+    def _schedule_decodes(self, draft: StepDraft) -> None:
+        """See to the blocks of requests that decode; those within the budget get one token each."""
+        decodes = self._decodes
+        while due := decodes.due(draft.budget):
+            for place, request in due:
+                if request.status is not RequestStatus.RUNNING:
+                    continue  # preempted by a request before it
+                if request.num_computed >= request.max_kv_tokens:
+                    decodes.leave(request)  # its last token is launched
+                elif self._grow(request, 1, draft):
+                    decodes.renew_pause(place)
 
-        for request in prefilling:
+    def _schedule_prefills(self, draft: StepDraft) -> None:
+        """The rest of the budget for unfinished prefills."""
+        for request in [r for r in self._running.values() if r.is_prefilling]:
             want = request.num_prefill_tokens - request.num_computed
             num_tokens = self._chunk(want, draft.budget_left)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
@@ -353,9 +332,9 @@ class Scheduler:
             self.log.note(request.req_id, Reason.CHUNKED, num_tokens, left)
         self.kv.name_full_blocks(request)
 
-    def _record(self, draft: StepDraft, now_ns: int) -> None:
+    def _record(self, draft: StepDraft, num_decodes: int, now_ns: int) -> None:
         decisions = self.log.take_pending()
-        num_decodes, num_prefills = len(draft.decodes), len(draft.prefills)
+        num_prefills = len(draft.prefills)
         if decisions or num_decodes or num_prefills:
             self.log.append(
                 StepRecord(
@@ -375,54 +354,66 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Take in the samples of a plan. Plans are committed in the order of their making."""
-        launched = self._launched.popleft()
+        launched = self._launched[0]
         assert launched.step_id == plan.step_id, (
             f"step {plan.step_id} committed before step {launched.step_id}"
         )
-        tokens = result.token_ids.tolist()
-        assert len(tokens) == len(launched.sampling), "one token per sampling row"
-        logprobs, is_bad, ends, output = result.logprobs, result.is_bad, result.ends, self._output
+        assert len(result.token_ids) == len(launched.sampling), "one token per sampling row"
         for (request, first), span in zip(launched.scoring, result.prompt_logprobs, strict=True):
             self._commit_span(request, first, span)
-        for index in launched.unwanted:
-            request = launched.sampling[index]
-            if request.status is not RequestStatus.FINISHED:
-                failed = is_bad is not None and is_bad[index]
-                self._finish(request, FinishReason.ERROR if failed else FinishReason.LENGTH)
-        block_size, add_token = self.config.block_size, self._output.add_token
-        num_added = 0
-        for index, request in enumerate(launched.sampling):
-            if request.status is RequestStatus.FINISHED:
-                continue  # a wasted row
-            request.num_uncommitted -= 1
-            end = ends.get(index) if ends else None
-            if (is_bad is not None and is_bad[index]) or end is RowEnd.FAILED:
-                self._finish(request, FinishReason.ERROR)
-                continue
-            if end is RowEnd.STUCK:
-                self._finish(request, FinishReason.STOP, apart=True)
-                continue
-            token = tokens[index]
-            known = request.token_ids
-            known.append(token)
-            num_known, num_computed = len(known), request.num_computed
-            num_added += 1
-            add_token(request.req_id, token)
-            if logprobs and index in logprobs:
-                output.add_logprobs(logprobs[index])
-            settled = num_known if num_known < num_computed else num_computed
-            if settled // block_size > request.num_named_blocks:
-                self.kv.name_full_blocks(request)
-            if token in request.stop_token_ids and self._may_stop(request):
-                is_eos = token in request.eos_token_ids
-                self._finish(request, FinishReason.STOP, None if is_eos else token)
-            elif end is RowEnd.COMPLETE:
-                self._finish(request, FinishReason.STOP, apart=True)
-            elif num_known >= request.max_total_tokens:
-                self._finish(request, FinishReason.LENGTH)
-        self.generation_tokens += num_added
+        if launched.unwanted or result.is_bad is not None or result.ends:
+            self._end_without_token(launched, result)
+        self._launched.popleft()
+        tokens = launched.tokens(result.token_ids)
+        self._commit_tokens(tokens, result)
+        self.generation_tokens += len(tokens.ids)
         if self.config.check_invariants:
             self.check_invariants()
+
+    def _end_without_token(self, launched: Launched, result: StepResult) -> None:
+        """End the requests of a step whose sample means nothing, or is wanted by nobody."""
+        unwanted, is_bad = set(launched.unwanted), result.is_bad
+        for index, request in enumerate(launched.sampling):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            end = result.ends.get(index)
+            if (is_bad is not None and is_bad[index]) or end is RowEnd.FAILED:
+                self._finish(request, FinishReason.ERROR)
+            elif end is RowEnd.STUCK:
+                self._finish(request, FinishReason.STOP)
+            elif index in unwanted:
+                self._finish(request, FinishReason.LENGTH)
+
+    def _commit_tokens(self, tokens: NewTokens, result: StepResult) -> None:
+        """Make tokens known, name the blocks that they fill, end the requests that they end."""
+        output = self._output
+        if result.logprobs:
+            output.add_logprobs(
+                (place, result.logprobs[index])
+                for place, index in enumerate(tokens.samples)
+                if index in result.logprobs
+            )
+        entry = output.add_tokens(tokens.req_ids, tokens.ids)
+        ending = set(places(tokens.num_known >= tokens.max_tokens))
+        if result.ends:
+            ending.update(p for p, index in enumerate(tokens.samples) if index in result.ends)
+        for place, (request, token) in enumerate(zip(tokens.requests, tokens.ids, strict=True)):
+            request.num_uncommitted -= 1
+            request.token_ids.append(token)
+            if token in request.stop_token_ids:
+                ending.add(place)
+        # a block is full now; or it was before, and the KV of its last token was missing
+        for place in places(tokens.num_known % self.config.block_size <= 1):
+            self.kv.name_full_blocks(tokens.requests[place])
+        for place in sorted(ending):
+            request, token = tokens.requests[place], tokens.ids[place]
+            if token in request.stop_token_ids and self._may_stop(request):
+                stop = None if token in request.eos_token_ids else token
+                self._finish(request, FinishReason.STOP, stop, entry + place)
+            elif tokens.samples[place] in result.ends:
+                self._finish(request, FinishReason.STOP)
+            elif len(request.token_ids) >= request.max_total_tokens:
+                self._finish(request, FinishReason.LENGTH, None, entry + place)
 
     def fail(self, plan: StepPlan) -> None:
         """The latest plan could not be launched: its requests end with an error, and what they hold is
@@ -497,4 +488,5 @@ class Scheduler:
             if not request.is_prefilling and request.status is RequestStatus.RUNNING:
                 assert request.num_computed == num_launched - 1, "a decode lags by one token"
         assert not any(r.block_ids for r in waiting), "a waiting request holds blocks"
+        self._decodes.check_invariants()
         self.kv.check_invariants(running.values())

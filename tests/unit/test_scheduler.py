@@ -9,10 +9,11 @@ from engine.api.messages import AbortReason, FinishReason
 from engine.api.sampling import SamplingParams
 from engine.plan import RowLogprobs, StepPlan, StepResult
 from engine.request import Request, RequestStatus
+from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionLog, Reason, StepRecord
+from engine.scheduler.decode_batch import DecodeBatch
 from engine.scheduler.draft import StepDraft
 from engine.scheduler.policy import WaitingQueue, queue_key
-from engine.scheduler.scheduler import SchedulerConfig
 from tests.unit.test_kv_manager import make as make_request
 from tests.unit.toy_engine import EOS, MODEL_LEN, STOP_TOKEN, ToyEngine, undisturbed
 
@@ -541,16 +542,17 @@ def test_a_preempted_request_waits_for_its_own_sample():
 
 
 def test_a_draft_withdraws_what_a_victim_was_granted():
-    draft = StepDraft(budget=10)
+    decodes = DecodeBatch(block_size=4)
+    draft = StepDraft(10, decodes)
     first, second, third = (make_request([1, 2, 3], req_id=i) for i in (1, 2, 3))
-    first.num_uncommitted = 1
-    draft.decodes.append(first)
+    decodes.join([first])
     draft.grown.append((first, 1))
     draft.add_prefill(second, 3)
     draft.add_prefill(third, 2)
     assert draft.budget_left == 4
     draft.withdraw(first)
-    assert (first.num_uncommitted, draft.grown, draft.budget_left) == (0, [], 5)
+    decodes.leave(first)
+    assert (draft.num_decodes, draft.grown, draft.budget_left) == (0, [], 5)
     draft.withdraw(second)
     assert draft.prefills == [(third, 2)]
     assert draft.budget_left == 8

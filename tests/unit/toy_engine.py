@@ -25,7 +25,8 @@ from engine.kv.host_tier import HostTier
 from engine.kv.manager import KVCacheManager
 from engine.plan import SpanLogprobs, StepPlan, StepResult
 from engine.request import Request
-from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
 
 VOCAB = 50
 EOS = 7
