@@ -147,6 +147,7 @@ def build_engine(
         eos_token_ids=list(model_config.eos_token_ids),
         dtype=str(resolved.dtype).removeprefix("torch."),
         device=str(resolved.device),
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
     )
     loop = StepLoop(scheduler, runner, send, resolved.overlap, epoch)
     engine = Engine(

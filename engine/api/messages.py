@@ -174,6 +174,7 @@ class EngineLimits(Message):
     eos_token_ids: list[int]
     dtype: str
     device: str
+    max_num_batched_tokens: int = 0
 
 
 class EngineHello(Message):
