@@ -107,8 +107,8 @@ class Bench:
         return level_of(job, result, watch)
 
     def ttft(self, requests: int) -> Result:
-        """One request at a time, of a few tokens."""
-        return run_client(self.job(1, 4, 1000, requests))
+        """One request at a time, of two tokens."""
+        return run_client(self.job(1, 2, 10_000, requests))
 
 
 def run_client(job: Job) -> Result:

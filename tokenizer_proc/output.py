@@ -47,6 +47,12 @@ class Live:
     wants_token_ids: bool = False
     prompt: PromptTokens | None = None  # if its log-probabilities are wanted
 
+    @property
+    def is_plain(self) -> bool:
+        """Between its beginning and its end there is nothing but text, all of which can be shown."""
+        wants_more = self.wants_token_ids or self.completion.params.logprobs is not None
+        return self.copies == 1 and self.completion.matcher is None and not wants_more
+
 
 class OutputProcessor:
     """Owns the text of every live request. A request leaves with its terminal message or its abort."""
@@ -99,6 +105,10 @@ class OutputProcessor:
                 continue
             row = len(deltas.req_ids)
             try:
+                if live.is_plain and index not in ends:
+                    text = "".join([live.completion.push(step.token_ids[i]) for i in tokens])
+                    add_row(deltas, req_id, text, count, None)
+                    continue
                 ended = self._advance(
                     live, req_id, step.token_ids, tokens, logprobs, ends.get(index), deltas
                 )

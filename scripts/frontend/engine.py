@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import time
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ class StandIn:
                 continue
             wait_ns = (due_ns if steps.left else beat_ns + HEARTBEAT_NS) - now
             was_idle = not steps.left
-            if self.submit.poll(max(0, wait_ns // 1_000_000)):
+            if self.submit.poll(max(0, ceil(wait_ns / 1_000_000))):
                 self.read()
                 if was_idle:
                     due_ns = time.monotonic_ns()

@@ -167,6 +167,7 @@ async def write_stream(
                 if piece is not None:
                     events.append(fmt.delta(choice, piece, usage))
                     num_open -= piece.finish_reason is not None
+            is_first = response is None
             if response is None:
                 response = await sse.open_response(request, generation.ignored_headers)
                 stream.write_now = direct_writer(request, stream, options, fmt)
@@ -174,7 +175,8 @@ async def write_stream(
                 if options.include_usage:
                     events.append(last_chunk(request, stream, fmt))
                 events.append(sse.DONE)
-            if data := b"".join(events):
+            data = b"".join(events)
+            if data or is_first:
                 await send(request, response, data, stream)
         assert response is not None
         await send_end(request, response)
