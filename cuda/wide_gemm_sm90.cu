@@ -23,7 +23,7 @@
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
 //   -DCOLUMNS=32|64|96|128|192|256   up to so many rows of x
 //   -DCONSUMERS=n -DHEIGHTS=n        warpgroups, and 64 rows of W for each, so many times
-//   -DSTAGES=n -DCLUSTER=1|2
+//   -DSTAGES=n -DCLUSTER=1|2|4
 #include "common/dtype.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
@@ -41,6 +41,7 @@ constexpr int AT_ONCE = EIGHTS % 8 == 0 && COLUMNS * HEIGHTS <= 192 ? 8 : 4;  //
 // Only where sums are many do registers go from the fetching warps to the others: what the others do not
 // take is left for blocks of the next kernel.
 constexpr bool MOVES_REGISTERS = CONSUMERS > 1 && COLUMNS * HEIGHTS > 128;
+static_assert(X_SHARE % 8 == 0, "shares start where the swizzle does");
 static_assert(COLUMNS % 32 == 0 && COLUMNS * HEIGHTS <= (CONSUMERS > 2 ? 96 : 256), "the sums are in registers");
 
 typedef float Sums[HEIGHTS][COLUMNS / 2];  // by 64 rows of W; see wgmma in common/sm90.cuh

@@ -84,7 +84,7 @@ class Tiling:
 
 
 TILINGS = (Tiling(1, 1), Tiling(2, 1), Tiling(3, 1), Tiling(2, 2))  # by height
-CLUSTERS = (1, 2)  # blocks that share x; four would not all run at a time
+CLUSTERS = (1, 2, 4)  # blocks that share x; of eight too few would run at a time
 
 
 @dataclass(frozen=True)

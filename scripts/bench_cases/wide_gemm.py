@@ -1,5 +1,5 @@
 """Products of 32 to 256 rows by several plans each, and by torch's library, at the layers of two models; then
-behind a small kernel, as in a decode step, where launches may depend on each other.
+behind a small kernel, as in a decode step: then launches depend on each other, but where a case says "apart".
 
 The plan that engine/ops/wide_gemm_sm90.py chooses has a star. Weights rotate, so that L2 does not hold them.
 """
@@ -27,14 +27,15 @@ SIZES = {name: size for name, size in LAYERS.items() if not name.endswith("head"
 
 @cache
 def plans_of(m: int, n: int, k: int) -> list[op.Plan]:
-    """The best three by their estimates that differ in their clusters or in whether tiles are divided."""
+    """By their estimates: the best, the best of small clusters, and the best of those that divide tiles
+    where the first does not, or the other way round."""
     device = device_of()
     plans = op.candidates(op.columns_for(m), n, k, device)
     plans.sort(key=lambda plan: op.estimate(plan, n, k, device))
-    best: dict[tuple[int, bool], op.Plan] = {}
-    for plan in plans:
-        best.setdefault((plan.cluster, plan.is_divided), plan)
-    return list(best.values())[:3]
+    best = plans[0]
+    small = next(plan for plan in plans if plan.cluster <= 2)
+    other = [plan for plan in plans if plan.is_divided != best.is_divided]
+    return list(dict.fromkeys([best, small, *other[:1]]))
 
 
 @cache
@@ -51,6 +52,16 @@ def by_plan(plan: op.Plan, m: int, n: int, k: int, copies: int) -> list[Launch]:
         partial(op.launch, numbers(m, k), numbers(n, k), None, numbers(m, n), plan)
         for _ in range(copies)
     ]
+
+
+def library(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def ours(plan: op.Plan, x: Tensor, w: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], w.shape[0])
+    op.launch(x, w, None, out, plan)
+    return out
 
 
 def chain(
@@ -85,12 +96,11 @@ def bench_cases() -> list[Case]:
                 cases.append(Case(label, partial(by_plan, plan, m, n, k), traffic, flops))
     for name, (n, k) in SIZES.items():
         for m in CHAIN_ROWS:
-            traffic, title = num_bytes(m, n, k), f"wide_gemm chain {name} M={m}"
-            for label, multiply, dependent in (
-                ("library", F.linear, True),
-                ("ours, one after another", op.wide_gemm_sm90, False),
-                ("ours, dependent", op.wide_gemm_sm90, True),
-            ):
+            best = plans_of(m, n, k)[0]
+            ways = [("library", library, True), (f"{best}, apart", partial(ours, best), False)]
+            ways += [(f"{plan}", partial(ours, plan), True) for plan in plans_of(m, n, k)]
+            for label, multiply, dependent in ways:
                 setup = partial(chain, multiply, dependent, m, n, k)
-                cases.append(Case(f"{title} {label}", setup, traffic))
+                title = f"wide_gemm chain {name} M={m} {label}"
+                cases.append(Case(title, setup, num_bytes(m, n, k)))
     return cases

@@ -230,11 +230,12 @@ def test_linear_takes_the_kernel_where_it_is_chosen(monkeypatch: pytest.MonkeyPa
     assert_close(linear(odd, w), odd.float() @ w.float().T, 2 * limit(BF16))
 
 
+@pytest.mark.parametrize("cluster", [2, 4])
 @pytest.mark.parametrize("columns", op.COLUMNS)
-def test_as_many_clusters_run_at_a_time_as_plans_assume(columns: int) -> None:
+def test_as_many_clusters_run_at_a_time_as_plans_assume(columns: int, cluster: int) -> None:
     from cuda.bindings import driver
 
-    plans = [p for p in op.candidates(columns, 3584, 3584, device_of()) if p.cluster == 2]
+    plans = [p for p in op.candidates(columns, 3584, 3584, device_of()) if p.cluster == cluster]
     plan = max(plans, key=lambda p: p.smem_bytes)  # such that a block fills an SM
     function = op.load(plan, BF16).load(torch.cuda.current_device()).ptr
     attribute = driver.CUlaunchAttribute()

@@ -74,6 +74,8 @@ PRODUCTS = [
     (100, 320, 72, BF16, 128, (2, 1), 2, 2, 80, False),
     (130, 136, 328, BF16, 192, (2, 1), 2, 2, 64, True),
     (255, 144, 392, BF16, 256, (2, 1), 2, 2, 128, True),
+    (100, 520, 264, BF16, 128, (1, 1), 4, 3, 64, True),
+    (20, 96, 328, FP16, 32, (1, 1), 4, 2, 24, True),
     (1, 8, 8, BF16, 32, (1, 1), 2, 1, 8, False),
 ]
 
@@ -237,7 +239,7 @@ def test_every_tiling_compiles_without_spills_or_remarks() -> None:
     except nvrtc.KernelBuildError as error:
         pytest.skip(str(error))
     shapes = [(t, c) for t in op.TILINGS for c in op.COLUMNS if t.fits(c)]
-    plans = [Plan(t, c, 2 - i % 2, 1, t.rows, 1, 64) for i, (t, c) in enumerate(shapes)]
+    plans = [Plan(t, c, op.CLUSTERS[i % 3], 1, t.rows, 1, 64) for i, (t, c) in enumerate(shapes)]
     specs = [op.variant(op.with_stages(plan, HOPPER), BF16) for plan in plans]
     jobs = [Job.of(spec.source, spec.defines, "sm_90a") for spec in specs]
     for built in build(jobs, KernelCache(), workers=len(os.sched_getaffinity(0))):
