@@ -12,7 +12,17 @@ from server.cors import is_preflight
 from server.errors import ApiError, internal_error
 from server.page import PAGE_PATHS
 from server.request_log import log_request
-from server.routes import chat, completions, debug, health, models, operations, page, tokenize
+from server.routes import (
+    chat,
+    completions,
+    debug,
+    health,
+    models,
+    openapi,
+    operations,
+    page,
+    tokenize,
+)
 from server.service import NOTES, SERVICE, RequestNotes, Service, is_visible_id
 
 logger = logging.getLogger(__name__)
@@ -28,6 +38,7 @@ GET: dict[str, Handler] = {
     "/metrics": health.metrics,
     "/v1/models": models.list_models,
     "/load": operations.load,
+    "/openapi.json": openapi.openapi,
     "/debug/kv": debug.kv,
     "/debug/requests": debug.requests,
     "/debug/requests/{id:.+}/timeline": debug.timeline,
@@ -112,7 +123,7 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
 def finish(request: web.Request, outcome: str, seconds: float) -> None:
     service = request.app[SERVICE]
     resource = request.match_info.route.resource
-    path = "unknown" if resource is None else resource.canonical.rstrip("/")
+    path = "unknown" if resource is None else resource.canonical.rstrip("/") or "/"
     service.client.metrics.http_requests[path, outcome] += 1
     wanted = service.config.log_requests
     if wanted != "off":

@@ -2,6 +2,15 @@
 
 from server.stream import RequestStream
 
+METRICS = (
+    "time_to_first_token",
+    "time_to_first_token_ms",
+    "queue_time_ms",
+    "generation_time_ms",
+    "mean_itl_ms",
+    "tokens_per_second",
+)
+
 
 def request_metrics(stream: RequestStream) -> dict[str, float | None]:
     """Over all choices of a request; None where nothing happened yet, or once only.
@@ -17,16 +26,7 @@ def request_metrics(stream: RequestStream) -> dict[str, float | None]:
     num_tokens = sum(choice.num_tokens for choice in begun)
     num_gaps = num_tokens - len(begun)
     gap_ns = sum(choice.last_token_ns - choice.first_token_ns for choice in begun)
-    result: dict[str, float | None] = dict.fromkeys(
-        (
-            "time_to_first_token",
-            "time_to_first_token_ms",
-            "queue_time_ms",
-            "generation_time_ms",
-            "mean_itl_ms",
-            "tokens_per_second",
-        )
-    )
+    result: dict[str, float | None] = dict.fromkeys(METRICS)
     if started:
         result["queue_time_ms"] = round(min(choice.queue_us for choice in started) * 1e-3, 3)
     if begun:

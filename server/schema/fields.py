@@ -65,7 +65,9 @@ def nullable(schema: Schema) -> Schema:
     kind = schema.get("type")
     if kind == "null" or not schema:
         return schema
-    if isinstance(kind, str) and "enum" not in schema and "const" not in schema:
+    if schema.keys() == {"anyOf"}:
+        return any_of(*schema["anyOf"], {"type": "null"})
+    if isinstance(kind, str) and not schema.keys() & {"enum", "const", "anyOf", "oneOf"}:
         return {**schema, "type": [kind, "null"]}
     return any_of(schema, {"type": "null"})
 
