@@ -377,11 +377,12 @@ async def test_dead_engine(site: Site) -> None:
     async with stream_of(site) as response:
         await eventually(lambda: site.service.client.num_live == 2)
         site.service.client.status.set_dead("the engine process (pid 1) was killed by SIGKILL")
-        site.service.client.fail_all(engine_dead("the engine process (pid 1) was killed"))
+        died = engine_dead("the engine process (pid 1) was killed", has_begun=True)
+        site.service.client.fail_all(died)
         events = await read_events(response)
     assert json.loads(events[-1])["error"]["code"] == "engine_dead"
     status, answer = await whole
-    assert (status, answer["error"]["code"]) == (503, "engine_dead")
+    assert (status, answer["error"]["code"]) == (500, "engine_dead"), "503 would be repeated elsewhere"
     status, headers, answer = await site.post_full(TEXT, {"prompt": "x"})
     assert (status, answer["error"]["code"]) == (503, "engine_dead")
     assert headers["x-should-retry"] == "false"
