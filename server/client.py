@@ -57,7 +57,7 @@ from engine.api.sampling import SamplingParams, StructuredOutput
 from server.errors import ApiError
 from server.health import EngineStatus
 from server.metrics import Metrics
-from server.stream import FINISH_NAMES, Choice, RequestStream
+from server.stream import FINISH_NAMES, Choice, RequestStream, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class EngineClient:
         self._replies_decoder = decoder(Replies)
         self._state_decoder = decoder(State)
         self._choices: dict[int, Choice] = {}  # live ones, by request id
+        self._turn = Turn()
         self._num_queued = 0  # live choices that the engine has not started
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_id = 1
@@ -156,6 +157,7 @@ class EngineClient:
         """Send one `Generate` for each prompt. The caller must `abort` the stream in a `finally`."""
         n = options.params.n
         stream = RequestStream(
+            self._turn,
             len(prompts),
             arrival_ns,
             options.incremental,

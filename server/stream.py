@@ -108,6 +108,23 @@ class Choice:
         return "decode" if self.first_token_ns else "prefill"
 
 
+class Turn:
+    """Streams that got something in this turn of the event loop: flushed together, at its end."""
+
+    def __init__(self) -> None:
+        self._streams: list[RequestStream] = []
+
+    def add(self, stream: "RequestStream") -> None:
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._streams.append(stream)
+
+    def _flush(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
 class RequestStream:
     """The choices of one HTTP request, and the one task that waits for them.
 
@@ -116,6 +133,7 @@ class RequestStream:
 
     def __init__(
         self,
+        turn: Turn,
         num_prompts: int,
         arrival_ns: int,
         incremental: bool,
@@ -142,7 +160,8 @@ class RequestStream:
         self._num_accepted = 0
         self._num_unfinished = 0
         self._marked: list[Choice] = []
-        self._is_flush_due = False
+        self._turn = turn
+        self._is_in_turn = False
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._waiting_since = 0.0
@@ -197,9 +216,9 @@ class RequestStream:
             if not choice.is_marked:
                 choice.is_marked = True
                 self._marked.append(choice)
-            if not self._is_flush_due:
-                self._is_flush_due = True
-                self._loop.call_soon(self._flush)
+            if not self._is_in_turn:
+                self._is_in_turn = True
+                self._turn.add(self)
 
     def on_pending(self, num_chars: int) -> None:
         """More text waits; too much of it ends the write that its reader blocks."""
@@ -283,9 +302,9 @@ class RequestStream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """After all that came in this turn of the loop: write it, or wake the task to do so."""
-        self._is_flush_due = False
+        self._is_in_turn = False
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._marked:
             return  # the task is at work, and takes what is marked before it waits again

@@ -210,8 +210,11 @@ def direct_writer(
         for choice in choices:
             if choice.finish_reason is not None or not choice.is_opened:
                 return False
-        pieces = [(choice, piece) for choice in choices if (piece := choice.take()) is not None]
-        events = [fmt.delta(c, piece, usage_field(stream, c, options)) for c, piece in pieces]
+        events = []
+        for choice in choices:
+            piece = choice.take()
+            if piece is not None:
+                events.append(fmt.delta(choice, piece, usage_field(stream, choice, options)))
         if data := b"".join(events):
             transport.write(sse.chunk(data))
         return True
