@@ -4,6 +4,7 @@ Runs in the step loop's thread, so the tables agree with each other and nothing 
 is bounded: blocks once, a limited number of requests and steps.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,8 @@ from engine.kv.manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.scheduler.decisions import DecisionLog, Reason
 from engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 WAITS = (
     Reason.WAIT_SEATS,
@@ -44,7 +47,13 @@ class Inspector:
         self._reply = reply
 
     def answer(self, question: Inspect) -> None:
-        self._reply(Inspection(call_id=question.call_id, report=self.report(question)))
+        """Never raises: curiosity must not end the engine. Who asked then gets no answer in time."""
+        try:
+            report = self.report(question)
+        except Exception:
+            logger.exception("no report on %s", question.subject.name.lower())
+        else:
+            self._reply(Inspection(call_id=question.call_id, report=report))
 
     def report(self, question: Inspect) -> AnyReport:
         scheduler = self._scheduler
@@ -71,10 +80,12 @@ def kv_report(kv: KVCacheManager) -> KvReport:
             num_loaded=tier.num_loaded,
             num_swapped=tier.num_swapped,
         )
+    states, lengths = kv.map()
     return KvReport(
         block_size=kv.block_size,
         enable_prefix_caching=kv.enable_prefix_caching,
-        runs=[(state.name.lower(), length) for state, length in kv.map()],
+        states=states.tobytes(),
+        lengths=lengths.tobytes(),
         host=host,
     )
 

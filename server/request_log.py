@@ -29,7 +29,7 @@ def log_request(
     request: web.Request, path: str, outcome: str, seconds: float, with_prompts: bool
 ) -> None:
     """`path`: the route's; `outcome`: the status, 499 where the client has gone."""
-    if path in PROBES:
+    if path in PROBES or path.startswith("/debug/"):
         return
     notes = request[NOTES]
     parts = [f"id={notes.request_id} {request.method} {path} status={outcome}"]

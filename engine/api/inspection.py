@@ -6,6 +6,8 @@ Like all messages positional; tagged, as they share one field of `Inspection`. T
 
 import msgspec
 
+BLOCK_STATES = ("reserved", "free", "cached", "used", "shared")
+
 
 class Report(msgspec.Struct, array_like=True, tag=True, kw_only=True):
     """Base of all answers."""
@@ -26,7 +28,8 @@ class KvReport(Report):
 
     block_size: int
     enable_prefix_caching: bool
-    runs: list[tuple[str, int]]  # (reserved, free, cached, used or shared; how many in a row)
+    states: bytes  # of each run, uint8: an index into BLOCK_STATES
+    lengths: bytes  # of each run, int32
     host: HostReport | None = None
 
 

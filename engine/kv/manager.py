@@ -23,9 +23,10 @@ request found to have ended one step late, as its token was counted as computed 
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.api.hashing import extend_names, root_name
-from engine.kv.block_pool import BlockPool, BlockState
+from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
 from engine.request import Request
 
@@ -203,13 +204,14 @@ class KVCacheManager:
         num_on_host = self.tier.forget_all() if self.tier is not None else 0
         return self.pool.forget_all() + num_on_host
 
-    def map(self) -> list[tuple[BlockState, int]]:
-        """States of all blocks in order, run-length encoded. O(blocks): on request only."""
+    def map(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        """All blocks in order, run-length encoded: `BlockState` and length of each run, both [runs].
+
+        O(blocks), on request only: 100,000 take a few milliseconds.
+        """
         states = self.pool.states()
         starts = np.flatnonzero(np.diff(states, prepend=states[:1] + 1))
-        lengths = np.diff(starts, append=len(states))
-        codes = states[starts].tolist()
-        return [(BlockState(c), n) for c, n in zip(codes, lengths.tolist(), strict=True)]
+        return states[starts], np.diff(starts, append=len(states)).astype(np.int32)
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError unless `requests`, all that hold blocks, account for every reference."""

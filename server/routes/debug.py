@@ -5,12 +5,14 @@ Sizes, states and reasons; never prompts or texts. With an admin key these are f
 """
 
 import time
+from array import array
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from engine.api.inspection import (
+    BLOCK_STATES,
     KvReport,
     RequestReport,
     RequestsReport,
@@ -34,10 +36,12 @@ async def kv(request: web.Request) -> web.StreamResponse:
     service = loaded_service(request)
     report = await service.reports.ask(Subject.KV)
     assert isinstance(report, KvReport)
-    totals = dict.fromkeys(("free", "cached", "used", "shared"), 0)
-    for state, length in report.runs:
-        if state in totals:
-            totals[state] += length
+    lengths = array("i", report.lengths)
+    runs = [(BLOCK_STATES[i], n) for i, n in zip(report.states, lengths, strict=True)]
+    totals = dict.fromkeys(BLOCK_STATES, 0)
+    for state, length in runs:
+        totals[state] += length
+    del totals["reserved"]
     num_blocks = sum(totals.values())
     return json_response(
         {
@@ -46,7 +50,7 @@ async def kv(request: web.Request) -> web.StreamResponse:
             "prefix_caching": report.enable_prefix_caching,
             "totals": totals,
             "usage": round((totals["used"] + totals["shared"]) / max(1, num_blocks), 4),
-            "runs": report.runs,
+            "runs": runs,
             "host": report.host and msgspec.structs.asdict(report.host),
         }
     )

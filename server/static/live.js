@@ -130,10 +130,16 @@ function newRow({ id, request_id }) {
   return element("tr", {}, element("th", { scope: "row" }, open), ...Array.from({ length: 8 }, () => element("td")));
 }
 
+function stateOf({ state, phase, computed_tokens, prompt_tokens, output_tokens }) {
+  if (phase === "queued") return state;
+  const share = phase === "prefill" ? ` ${computed_tokens} of ${prompt_tokens + output_tokens}` : "";
+  return `${state}, ${phase}${share}`;
+}
+
 function fill(row, one) {
   row.className = one.state;
   const values = [
-    one.state === "running" || one.phase !== "queued" ? `${one.state}, ${one.phase}` : one.state,
+    stateOf(one),
     one.reason,
     one.prompt_tokens ?? "",
     one.output_tokens ?? "",

@@ -63,13 +63,13 @@ class Page:
             raise PageError(details.get("exception", {}).get("description", details["text"]))
         return answer["result"].get("value")
 
-    async def until(self, condition: str, seconds: float = 15.0) -> Any:
-        """Wait until an expression is true; its value. Raises PageError."""
+    async def until(self, condition: str, seconds: float = 15.0) -> None:
+        """Wait until an expression is true. Raises PageError."""
         deadline = time.monotonic() + seconds
         while True:
             with suppress(PageError):
-                if value := await self.run(condition):
-                    return value
+                if await self.run(f"Boolean({condition})"):
+                    return
             if time.monotonic() > deadline:
                 text = await self.run("document.body.innerText")
                 raise PageError(f"not in {seconds:g} s: {condition}\n{text}\n{self.console}")

@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.api.inspection import KvReport, StepsReport, TimelineReport
+from engine.api.inspection import StepsReport, TimelineReport
 from engine.api.messages import Subject
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.page.browser import Page
 from tests.page.test_chat import ask, open_page, shows
 from tests.server.conftest import Site, eventually, live_server, running_site
-from tests.server.test_debug import request_report, requests_report, step_report
+from tests.server.test_debug import kv_report, request_report, requests_report, step_report
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -39,7 +39,7 @@ def tell(site: Site) -> None:
         "arrival_ns": time.monotonic_ns(),
     }
     site.backend.reports = {
-        Subject.KV: KvReport(block_size=16, enable_prefix_caching=True, runs=runs),
+        Subject.KV: kv_report(runs),
         Subject.REQUESTS: requests_report(
             request_report(1, row=3, blocks=38, prompt_tokens=500, output_tokens=77),
             request_report(2, reason=WHY, **waiting),

@@ -6,11 +6,13 @@ And the page's files: how they are served, and what they may not contain.
 import asyncio
 import re
 import time
+from array import array
 from typing import Any
 
 import pytest
 
 from engine.api.inspection import (
+    BLOCK_STATES,
     HostReport,
     KvReport,
     RequestReport,
@@ -30,8 +32,14 @@ RUNS = [("reserved", 1), ("used", 3), ("shared", 2), ("cached", 4), ("free", 10)
 SECOND = 10**9
 
 
-def kv_report(**values: Any) -> KvReport:
-    return KvReport(**{"block_size": 16, "enable_prefix_caching": True, "runs": RUNS, **values})
+def kv_report(runs: list[tuple[str, int]] = RUNS, host: HostReport | None = None) -> KvReport:
+    return KvReport(
+        block_size=16,
+        enable_prefix_caching=True,
+        states=bytes(BLOCK_STATES.index(state) for state, _ in runs),
+        lengths=array("i", [length for _, length in runs]).tobytes(),
+        host=host,
+    )
 
 
 def request_report(req_id: int, **values: Any) -> RequestReport:

@@ -1,8 +1,11 @@
 """What the engine tells of itself, from the true scheduler on the toy engine."""
 
+from array import array
+
 import pytest
 
 from engine.api.inspection import (
+    BLOCK_STATES,
     KvReport,
     RequestReport,
     RequestsReport,
@@ -13,6 +16,7 @@ from engine.api.messages import AddRequest, Inspect, Inspection, Subject
 from engine.api.sampling import SamplingParams, StructuredOutput
 from engine.grammar_gate import GrammarGate
 from engine.inspection import Inspector
+from engine.kv.block_pool import BlockState
 from engine.runner.grammars import Grammars
 from engine.scheduler.decisions import DecisionLog, Reason, StepRecord
 from tests.unit.test_scheduler import free_run, prompt_of
@@ -47,10 +51,15 @@ def test_an_idle_engine_has_little_to_tell():
     assert watch.requests() == {}
     kv = watch.ask(Subject.KV)
     assert isinstance(kv, KvReport)
-    assert kv.runs == [("reserved", 1), ("free", 11)]
+    assert list(kv.states) == [BlockState.RESERVED, BlockState.FREE]
+    assert array("i", kv.lengths).tolist() == [1, 11]
     assert kv.host is None
     assert watch.ask(Subject.STEPS) == StepsReport(steps=[])
     assert watch.ask(Subject.TIMELINE, req_ids=[4]) == TimelineReport(timelines=[(4, [])])
+
+
+def test_names_of_block_states():
+    assert [state.name.lower() for state in BlockState] == list(BLOCK_STATES)
 
 
 def test_requests_that_run_and_that_wait_say_why():
@@ -62,7 +71,12 @@ def test_requests_that_run_and_that_wait_say_why():
     engine.step()
     rows = watch.requests()
     first = rows[1]
-    assert (first.state, first.phase, first.row > 0, first.reason) == ("running", "prefill", True, "")
+    assert (first.state, first.phase, first.row > 0, first.reason) == (
+        "running",
+        "prefill",
+        True,
+        "",
+    )
     assert (first.prompt_tokens, first.computed_tokens, first.max_output_tokens) == (12, 8, 5)
     assert first.blocks == engine.scheduler.kv.blocks_for(8)
     engine.step()

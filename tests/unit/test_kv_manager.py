@@ -15,6 +15,11 @@ from engine.request import Request, RequestStatus, make_request
 SIZE = 4
 
 
+def runs(kv: KVCacheManager) -> list[tuple[BlockState, int]]:
+    states, lengths = kv.map()
+    return [(BlockState(s), n) for s, n in zip(states.tolist(), lengths.tolist(), strict=True)]
+
+
 def make(token_ids: list[int], names: bool = True, salt: str = "", req_id: int = 1) -> Request:
     raw = array("i", token_ids).tobytes()
     msg = AddRequest(
@@ -142,7 +147,7 @@ def test_without_prefix_caching_nothing_is_named_or_found():
     first = make(list(range(9)))
     assert prefill(kv, first) == 0
     kv.release(first)
-    assert kv.map() == [(BlockState.RESERVED, 1), (BlockState.FREE, 29)]
+    assert runs(kv) == [(BlockState.RESERVED, 1), (BlockState.FREE, 29)]
     assert prefill(kv, make(list(range(9)), req_id=2)) == 0
 
 
@@ -168,7 +173,7 @@ def test_release_and_forget_leaves_nothing_to_find():
     assert kv.find_prefix(make(list(range(9)), req_id=3)) == []
     kv.check_invariants([second])
     kv.release(second)
-    assert kv.map() == [(BlockState.RESERVED, 1), (BlockState.FREE, 19)]
+    assert runs(kv) == [(BlockState.RESERVED, 1), (BlockState.FREE, 19)]
 
 
 def test_start_is_all_or_nothing():
@@ -213,7 +218,7 @@ def test_map_shows_states_run_length_encoded():
     gone = make([7] * 4, req_id=3)
     prefill(kv, gone)
     kv.release(gone)
-    states = [state for state, length in kv.map() for _ in range(length)]
+    states = [state for state, length in runs(kv) for _ in range(length)]
     assert len(states) == 12
     assert states[0] is BlockState.RESERVED
     assert [states[b] for b in first.block_ids] == [
