@@ -8,6 +8,7 @@ from scripts.operate.machine import cpu_flags
 
 BLOCK_SIZES = {"cpu": (8, 16, 32, 64, 128), "cuda": (16, 32, 64, 128)}
 BASELINE = "as it is"
+AGAIN = "as it is, again"
 COMBINED = "together"
 
 

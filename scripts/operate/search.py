@@ -3,23 +3,24 @@ twice as long; then what was better than the baseline, together.
 
     rung 0   baseline  a  b  c  d  e  f      s seconds each
     rung 1   baseline  b  c  f              2s
-    last     baseline  c  c+f               4s
+    last     baseline  c  c+f  baseline     4s
 
 The baseline runs in each rung, as a machine's speed drifts: candidates are compared with their neighbours
-in time, never with figures of another rung.
+in time, never with figures of another rung. In the last it runs twice, so that drift counts as noise.
 """
 
 import hashlib
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.operate.candidates import BASELINE, COMBINED, Candidate
+from scripts.operate.candidates import AGAIN, BASELINE, COMBINED, Candidate
 from scripts.operate.trial import Bench, Trial
 
 FORMAT = 1
@@ -89,6 +90,11 @@ class State:
     def find(self, name: str, rung: int) -> Trial | None:
         return next((t for t in self.trials if t.name == name and t.rung == rung), None)
 
+    def baseline(self, rung: int) -> Trial | None:
+        """With the scores of its second trial, if it had one."""
+        first, again = self.find(BASELINE, rung), self.find(AGAIN, rung)
+        return first and replace(first, scores=first.scores + (again.scores if again else []))
+
     def rungs_of(self, name: str) -> list[int]:
         return [trial.rung for trial in self.trials if trial.name == name and trial.scores]
 
@@ -118,7 +124,7 @@ class Search:
         self.make_candidates = make_candidates
         self.is_lower_better = is_lower_better
         self.tell = tell
-        self.ends_at = time.monotonic() + budget_s
+        self.bench.ends_at = time.monotonic() + budget_s
         self.is_complete = False
 
     def run(self) -> None:
@@ -143,14 +149,13 @@ class Search:
         first = state.find(BASELINE, -1)
         if first is None:
             first, state.info = self.bench.run(baseline, 0, FIRST_SECONDS)
+            self.check_time(first)
             first.rung = -1  # of another length than those of rung 0
             self.record(first)
         if not state.seconds:
-            overhead = max(0.0, first.wall_s - first.seconds)
             candidates = self.make_candidates(state.info)
-            count, seconds = planned(
-                len(candidates), overhead, SHARE_PLANNED * (self.ends_at - time.monotonic())
-            )
+            left = self.bench.ends_at - time.monotonic()
+            count, seconds = planned(len(candidates), self.overhead(), SHARE_PLANNED * left)
             state.candidates = candidates[:count]
             state.dropped = [candidate.name for candidate in candidates[count:]]
             state.seconds = seconds
@@ -185,6 +190,7 @@ class Search:
         self.trial(better[0], RUNGS)
         if len(state.combined) > 1:
             self.trial(Candidate(COMBINED, state.combined), RUNGS)
+        self.trial(Candidate(AGAIN), RUNGS)
 
     def better_ones(self) -> list[Candidate]:
         """Better than the baseline beyond noise in the longest trial that each had; best first."""
@@ -193,7 +199,7 @@ class Search:
             rungs = [rung for rung in self.state.rungs_of(candidate.name) if rung < RUNGS]
             if rungs:
                 trial = self.state.find(candidate.name, max(rungs))
-                baseline = self.state.find(BASELINE, max(rungs))
+                baseline = self.state.baseline(max(rungs))
                 assert trial is not None
                 if baseline is not None and baseline.scores and self.is_better(trial, baseline):
                     found.append((max(rungs), self.gain(trial, baseline), candidate))
@@ -208,14 +214,22 @@ class Search:
         if known is not None:
             return known
         seconds = self.state.seconds * 2**rung
-        first = self.state.find(BASELINE, -1)
-        assert first is not None
-        overhead = max(0.0, first.wall_s - first.seconds)
-        if time.monotonic() + overhead + seconds > self.ends_at:
+        if time.monotonic() + self.overhead() + seconds > self.bench.ends_at:
             raise OutOfTime
         trial, _ = self.bench.run(candidate, rung, seconds)
+        self.check_time(trial)
         self.record(trial)
         return trial
+
+    def overhead(self) -> float:
+        """Seconds of a trial beside its load, by those there were."""
+        good = [trial for trial in self.state.trials if trial.scores]
+        return statistics.fmean(max(0.0, trial.wall_s - trial.seconds) for trial in good)
+
+    def check_time(self, trial: Trial) -> None:
+        """Raises OutOfTime for a trial that failed because the budget ended it."""
+        if trial.error and time.monotonic() >= self.bench.ends_at:
+            raise OutOfTime
 
     def record(self, trial: Trial) -> None:
         self.state.trials.append(trial)
@@ -245,10 +259,10 @@ def noise_of(trial: Trial, baseline: Trial) -> float:
 def planned(candidates: int, overhead_s: float, budget_s: float) -> tuple[int, float]:
     """How many candidates fit, and seconds of load for each in rung 0.
 
-    With n candidates the rungs have n, n/2 and 2 trials and a baseline each; rung r takes 2^r as long.
+    With n candidates the rungs have n + 1, n/2 + 1 and 4 trials; rung r takes 2^r as long.
     """
     for count in range(candidates, 0, -1):
-        sizes = [1 + math.ceil(count / 2**rung) for rung in range(RUNGS)] + [3]
+        sizes = [1 + math.ceil(count / 2**rung) for rung in range(RUNGS)] + [4]
         for_load = budget_s - overhead_s * sum(sizes)
         seconds = for_load / sum(size * 2**rung for rung, size in enumerate(sizes))
         if seconds >= LEAST_SECONDS:

@@ -1,6 +1,7 @@
 """One trial of a tuning: start a server with the candidate's flags, put the load on it, end it."""
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -68,6 +69,9 @@ class Bench:
     num_levels: int
     figure: str
     folder: Path
+    ends_at: float = (
+        math.inf
+    )  # `time.monotonic()`: a trial that still runs then is ended, and fails
 
     def run(self, candidate: Candidate, rung: int, seconds: float) -> tuple[Trial, dict[str, Any]]:
         """The trial, and /server_info. A failure is part of the trial, but for wrong options.
@@ -81,7 +85,7 @@ class Bench:
         flags = [*self.serve_flags, *candidate.tokens]
         try:
             with ServerProcess(flags, self.folder / "server.log") as server:
-                server.wait_ready(START_TIMEOUT_S)
+                server.wait_ready(self.time_for(START_TIMEOUT_S))
                 trial.start_s = server.ready_s
                 headers = {"Authorization": f"Bearer {server.key}"}
                 info = ServerInfo(server.url, headers).get_json("/server_info")
@@ -105,7 +109,7 @@ class Bench:
             *("--rounds", str(ROUNDS), "--seconds", f"{share:.3f}"),
         ]
         log = self.folder / "load.log"
-        code = run_group(command, log, 2 * trial.seconds + GRACE_S)
+        code = run_group(command, log, self.time_for(2 * trial.seconds + GRACE_S))
         if code not in (0, 1) or not result.exists():
             tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             raise LoadFailed(
@@ -120,6 +124,9 @@ class Bench:
         }
         if not trial.scores:
             raise LoadFailed(f"no round gave {self.figure}: see {log}")
+
+    def time_for(self, wanted_s: float) -> float:
+        return max(0.0, min(wanted_s, self.ends_at - time.monotonic()))
 
 
 def scores_of(levels: list[dict[str, Any]], figure: str) -> list[float]:

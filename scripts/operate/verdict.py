@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.operate.candidates import BASELINE, COMBINED
+from scripts.operate.candidates import COMBINED
 from scripts.operate.search import RUNGS, Search, noise_of
 from scripts.operate.trial import Trial
 from server.config import SECRETS
@@ -45,7 +45,7 @@ def decide(search: Search) -> Verdict:
 def longest(search: Search, name: str) -> tuple[Trial, Trial] | None:
     """The longest trial of a candidate and the baseline's of the same rung."""
     for rung in sorted(search.state.rungs_of(name), reverse=True):
-        trial, baseline = search.state.find(name, rung), search.state.find(BASELINE, rung)
+        trial, baseline = search.state.find(name, rung), search.state.baseline(rung)
         if trial is not None and baseline is not None and baseline.scores:
             return trial, baseline
     return None

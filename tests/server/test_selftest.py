@@ -1,0 +1,157 @@
+"""scripts/selftest.py: all passes on a real server, and a wrong one is caught."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.api.messages import Generate, TextPrompt
+from scripts import selftest
+from scripts.operate.checks import CHECKS
+from scripts.operate.findings import Findings
+from scripts.operate.probe_client import CheckFailed
+from scripts.operate.selftest_run import run_checks
+from scripts.operate.server_process import ServerFailed, ServerProcess
+from tests.engine_cpu.tiny_models import make_tiny
+from tests.server.conftest import ROOT, Site
+from tests.server.fake_backend import Script
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_server_of_its_own_passes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-model-len", "512", "--kv-cache-gib", "0.1", "--dtype", "float32"]
+    code = selftest.main([model, "--json", *flags])
+    told = json.loads(capsys.readouterr().out)
+    failed = [one for one in told["findings"] if one["level"] == "fail"]
+    assert failed == []
+    assert code == 0
+    assert {one["name"] for one in told["findings"]} == {"start", *CHECKS}
+    skipped = {one["name"] for one in told["findings"] if one["level"] == "skip"}
+    assert skipped <= {"stop strings"}, "random text may hold nothing to stop at"
+
+
+async def levels(site: Site, *names: str) -> dict[str, tuple[str, str]]:
+    found = Findings(quiet=True)
+    await run_checks(found, site.url, "", "", 5.0, list(names))
+    return {one.name: (one.level, one.detail) for one in found.all}
+
+
+async def test_what_does_not_depend_on_a_model_passes(site: Site) -> None:
+    found = await levels(site, "models", "errors", "metrics")
+    assert {level for level, _ in found.values()} == {"pass"}
+
+
+async def test_wrong_answers_are_caught(site: Site) -> None:
+    count = 0
+
+    def script(generate: Generate) -> Script:
+        nonlocal count
+        count += 1
+        is_whole = isinstance(generate.prompt, TextPrompt)
+        return Script(pieces=["Hello", f" number {count}"] if is_whole else ["Hi"])
+
+    site.backend.script = script
+    found = await levels(
+        site, "completion", "greedy repeats", "streaming", "structure", "seeds", "logprobs"
+    )
+    assert {level for level, _ in found.values()} == {"fail"}
+    assert "usage is" in found["completion"][1]
+    assert "number 2" in found["greedy repeats"][1]
+    assert "is not JSON" in found["structure"][1]
+
+
+async def test_a_request_that_outlives_its_client_is_caught(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.backend.script = lambda generate: Script(pieces=["a"] * 400, delay_s=0.01)
+    assert (await levels(site, "disconnect"))["disconnect"][0] == "pass"
+    assert site.backend.aborted
+    monkeypatch.setattr("scripts.operate.checks.FREED_WITHIN_S", 0.3)
+    monkeypatch.setattr(site.service.client, "abort", lambda stream: None)
+    level, detail = (await levels(site, "disconnect"))["disconnect"]
+    assert (level, "still running" in detail) == ("fail", True)
+
+
+async def test_a_stream_without_an_answer_is_a_failure(site: Site) -> None:
+    site.backend.script = lambda generate: Script(hold="prefill")
+    found = Findings(quiet=True)
+    await run_checks(found, site.url, "", "", 0.5, ["completion"])
+    assert found.all[0].level == "fail"
+    assert "no answer within" in found.all[0].detail
+
+
+async def test_nobody_there_and_no_key() -> None:
+    from tests.server.conftest import running_site
+
+    with pytest.raises(CheckFailed, match="nothing answers"):
+        await run_checks(Findings(quiet=True), "http://127.0.0.1:9", "", "", 1.0, ["models"])
+    async with running_site(api_key=["secret"]) as site:
+        with pytest.raises(CheckFailed, match="give --api-key"):
+            await run_checks(Findings(quiet=True), site.url, "", "", 1.0, ["models"])
+        found = Findings(quiet=True)
+        await run_checks(found, site.url, "secret", "", 5.0, ["models"])
+        assert found.all[0].level == "pass"
+
+
+def test_a_wrong_flag_is_told_by_the_server(tmp_path: Path) -> None:
+    with (
+        ServerProcess(["--max-num-seq", "4"], tmp_path / "log") as server,
+        pytest.raises(ServerFailed, match="did you mean --max-num-seqs") as failure,
+    ):
+        server.wait_ready(30)
+    assert failure.value.exit_code == 2
+    assert selftest.main(["--max-num-seq", "4"]) == 2
+    with pytest.raises(SystemExit):
+        selftest.main(["--url", "http://127.0.0.1:9", "--dtype", "float32"])
+    with pytest.raises(SystemExit):
+        selftest.main(["--only", "everything"])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_no_server_is_left_behind(model: str, tmp_path: Path, number: int) -> None:
+    """However the tool ends, while the server is starting."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from scripts.operate.server_process import ServerProcess, interrupt_on_sigterm\n"
+        "interrupt_on_sigterm()\n"
+        f"with ServerProcess([{model!r}], Path({str(tmp_path / 'log')!r})) as server:\n"
+        "    print(server.process.pid, flush=True)\n    server.wait_ready(60)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        await asyncio.sleep(0.5)
+        process.send_signal(number)
+        process.wait(30)
+        process.stdout.close()
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the server outlived its tool"
+        await asyncio.sleep(0.05)
