@@ -179,7 +179,7 @@ def main() -> int:
         try:
             with running_server(model, log) as (port, pid):
                 measure(Bench(model, port, pid, args.streams, args.seconds), args)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             print(f"error: {error}\n{log.read_text()}", file=sys.stderr)
             return 1
     return 0

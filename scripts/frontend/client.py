@@ -25,6 +25,7 @@ END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]"
 END_OF_BODY = b"0\r\n\r\n"
 READ_SIZE = 1 << 16
+SILENCE_S = 30.0  # then the server is given up
 MANY_STREAMS = 16
 PAUSE_S = 0.0005
 
@@ -108,7 +109,10 @@ class Load:
         while num_open:
             if len(by_fd) > MANY_STREAMS:
                 time.sleep(PAUSE_S)
-            for fd, _ in poller.poll(30.0, len(by_fd)):
+            readable = poller.poll(SILENCE_S, len(by_fd))
+            if not readable:
+                raise TimeoutError(f"nothing came for {SILENCE_S:.0f} s")
+            for fd, _ in readable:
                 stream = by_fd[fd]
                 self.read(stream)
                 if stream.is_done:
@@ -123,6 +127,8 @@ class Load:
         data = stream.socket.recv(READ_SIZE)
         if not data:
             raise ConnectionError("the server closed a connection")
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            raise ConnectionError(data.decode(errors="replace"))
         now = time.monotonic_ns()
         if stream.rest:
             data = stream.rest + data
@@ -140,8 +146,6 @@ class Load:
         if DONE in data:
             stream.is_ending = True
         stream.is_done = stream.is_ending and data.endswith(END_OF_BODY)
-        if not stream.first_ns and b"HTTP/1.1 200" not in data[:20] and b"HTTP/1.1" in data[:20]:
-            raise ConnectionError(data.decode(errors="replace"))
 
     def note(self, stream: Stream, text: bytes, now: int) -> None:
         words = text.split(b" ")  # the first is empty, as words begin with a space

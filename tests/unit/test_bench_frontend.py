@@ -1,0 +1,187 @@
+"""The front end's benchmark: its clock of words, its stand-in for the engine, its client, a short run."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.api.messages import AbortRequests, AddRequest, FinishReason
+from engine.api.sampling import SamplingParams
+from scripts.frontend import figures
+from scripts.frontend.client import Job, Load, Result
+from scripts.frontend.engine import Steps
+from scripts.frontend.processes import CpuWatch, find_processes
+from scripts.frontend.word_clock import TICK_NS, WordClock
+from tests.engine_cpu.tiny_models import make_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+MS = 1_000_000
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> WordClock:
+    """Ten words, some of which are no plain ones."""
+    names = [f"\u0120{'a' * n}" for n in range(1, 11)]
+    vocabulary = {name: 5 + i for i, name in enumerate(["x", "\u01201", *names])}
+    tokenizer = {"model": {"vocab": vocabulary}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return WordClock(str(tmp_path))
+
+
+def add(req_id: int, tokens: int, step_us: int = 1000) -> AddRequest:
+    params = SamplingParams(max_tokens=tokens, seed=step_us)
+    return AddRequest(req_id=req_id, token_ids=b"", block_names=b"", params=params, arrival_ns=0)
+
+
+def test_a_word_tells_its_age(words: WordClock) -> None:
+    assert words.token_ids == list(range(7, 17))
+    assert words.period_s == pytest.approx(10 * TICK_NS * 1e-9)
+    for sent in (0, 3 * TICK_NS, 9 * TICK_NS, 12345 * TICK_NS):
+        word = b"a" * (words.token_at(sent) - 6)
+        assert words.age_ns(word, sent + 7 * TICK_NS) == 7 * TICK_NS
+        assert words.age_ns(word, sent + TICK_NS // 2) == 0
+        assert words.age_ns(word, sent + 10 * TICK_NS) == 0, "a period later it comes round"
+
+
+def test_a_vocabulary_of_few_words_is_no_clock(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"\u0120a": 0}}}))
+    with pytest.raises(ValueError, match="too few"):
+        WordClock(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["a", 0.0]]}}))
+    with pytest.raises(ValueError, match="BPE"):
+        WordClock(str(tmp_path))
+
+
+def test_steps_of_the_stand_in(words: WordClock) -> None:
+    """A token a step for each, the last one with its end; who is aborted gets none."""
+    steps = Steps(words, epoch=3)
+    for message in (add(1, 2, 2500), add(2, 9), add(3, 1, 4000)):
+        steps.handle(message)
+    first = steps.make()
+    assert (first.epoch, first.req_ids, first.counts) == (3, [1, 2, 3], [1, 1, 1])
+    assert first.finished == [(2, FinishReason.LENGTH, None)]
+    assert [req_id for req_id, _, _ in first.started] == [1, 2, 3]
+    assert set(first.token_ids) <= set(words.token_ids)
+    assert steps.period_ns == 4 * MS
+    steps.handle(AbortRequests(req_ids=[2, 99]))
+    second = steps.make()
+    assert (second.req_ids, second.started) == ([1], [])
+    assert second.finished == [(0, FinishReason.LENGTH, None)]
+    assert not steps.left
+    assert (steps.num_steps, steps.num_tokens) == (2, 4)
+
+
+def test_the_client_counts_words_and_ages(words: WordClock, tmp_path: Path) -> None:
+    """Events cut in the middle, several in a read, several words in an event."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        asked = peer.recv(1 << 16)
+        assert b'"max_tokens": 4' in asked
+        assert b'"seed": 1000' in asked
+        old = time.monotonic_ns() - 2 * TICK_NS
+        word = b" " + b"a" * (words.token_at(old) - 6)
+        event = b'1f\r\ndata: {"delta":{"content":"%b"}}\n\n\r\n'
+        # A header that looks like the end of a body must not be taken for it.
+        peer.sendall(b"HTTP/1.1 200 OK\r\nX: 0\r\n\r\n" + event % b"")
+        time.sleep(0.02)
+        peer.sendall((event % word) + (event % (word + word))[:15])
+        time.sleep(0.02)
+        peer.sendall((event % (word + word))[15:] + event % word)
+        peer.sendall(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        peer.close()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    host, port = listener.getsockname()
+    job = Job(host, port, str(tmp_path), streams=1, tokens=4, step_us=1000, prompt="x")
+    result = Load(job).run()
+    server.join(5)
+    listener.close()
+    assert result.words == [1, 2, 1]
+    assert len(result.ttft_ns) == len(result.first_ages_ns) == 1
+    assert result.first_ages_ns[0] >= 2 * TICK_NS
+    assert 0 < result.ttft_ns[0] < 5e9
+    assert result.times_ns == sorted(result.times_ns)
+
+
+def test_an_error_of_the_server_ends_the_client(words: WordClock, tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    load = Load(Job(host, port, str(tmp_path), streams=1, tokens=4, step_us=1000, prompt="x"))
+    with listener, listener.accept()[0] as peer:
+        peer.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n")
+        with pytest.raises(ConnectionError, match="429"):
+            load.run()
+
+
+def test_figures_of_a_level() -> None:
+    """Only events while all streams run count; 4 tokens each 10 ms."""
+    second = 10**9
+    times = [second + i * 10 * MS for i in range(300)]
+    result = Result(
+        times_ns=times,
+        words=[4] * 300,
+        ages_ns=[2 * MS] * 290 + [8 * MS] * 10,
+        first_ns=[second, second],
+        last_ns=[times[-1], times[-1]],
+        cpu_s=1.2,
+    )
+    job = Job("", 0, "", streams=4, tokens=300, step_us=10_000, prompt="")
+    watch = CpuWatch({"server": 1, "tokenizer_proc": 2})
+    watch.times = [0.0, 10.0]
+    watch.samples = [{"server": 0.0, "tokenizer_proc": 1.0}, {"server": 5.0, "tokenizer_proc": 2.0}]
+    level = figures.level_of(job, result, watch)
+    assert level.offered == pytest.approx(400)
+    assert level.tokens_per_s == pytest.approx(400, rel=0.01)
+    assert level.tokens_per_event == 4
+    assert (level.p50_ms, level.p99_ms) == (2, 8)
+    assert level.cpu_ms_per_1k["server"] == pytest.approx(0.5 / 400 * 1e6, rel=0.01)
+    assert level.cpu_percent["tokenizer_proc"] == pytest.approx(10)
+    assert level.pair_ms_per_1k == pytest.approx(0.6 / 400 * 1e6, rel=0.01)
+    assert level.is_sustained()
+    result.last_ns = [second + 200 * MS]
+    with pytest.raises(ValueError, match="--seconds"):
+        figures.level_of(job, result, watch)
+
+
+def test_cpu_time_of_a_process_that_works() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        watch = CpuWatch({"busy": busy.pid})
+        watch.start()
+        time.sleep(0.4)
+        watch.end()
+        used = watch.used(watch.times[0], watch.times[-1])["busy"]
+        assert 0 < used < 2
+        assert find_processes(busy.pid) == {}
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def test_a_short_run(tmp_path: Path) -> None:
+    """All of it on a tiny tokenizer: the launcher, tokenizer_proc, the stand-in, the client."""
+    make_tiny("llama", tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "scripts/bench_frontend.py"), "--model", str(tmp_path)),
+            *("--streams", "4", "--seconds", "2", "--tokens-per-s", "200", "--requests", "3"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"added TTFT, .*: p50 \d+\.\d\d ms", done.stdout)) == 2
+    row = done.stdout.splitlines()[-1].split()
+    assert 0 < float(row[0]) < 400
+    assert row[1] == "200"
