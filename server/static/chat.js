@@ -4,7 +4,7 @@ import { Problem, events, problemOf, request } from "./api.js";
 import { element, renderText } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
-const ENDS = { length: "cut off at the token limit", tool_calls: "calls a tool", content_filter: "filtered" };
+const ENDS = { stop: "", length: "cut off at the token limit" };
 
 const messages = []; // as sent: { role, content }
 let turns = []; // one element for each message, and for a failed answer
@@ -141,12 +141,11 @@ function take(state, chunk) {
   if (chunk.usage) state.usage = chunk.usage;
   const choice = chunk.choices[0];
   if (!choice) return;
-  const { content, reasoning_content, reasoning, tool_calls } = choice.delta;
+  const { content, reasoning_content, reasoning } = choice.delta; // the name is the server's choice
   state.reasoning += reasoning_content ?? reasoning ?? "";
   state.content += content ?? "";
-  for (const call of tool_calls ?? []) state.content += (call.function.name ?? "") + (call.function.arguments ?? "");
   if (choice.finish_reason) state.finish = choice.finish_reason;
-  if (content || reasoning_content || reasoning || tool_calls) {
+  if (content || reasoning_content || reasoning) {
     state.last = performance.now();
     state.first ||= state.last;
     if (!state.frame) state.frame = requestAnimationFrame(() => draw(state));
@@ -175,7 +174,8 @@ function stats({ usage, first, last, began, finish }) {
   if (count) parts.push(`${count} token${count > 1 ? "s" : ""}`);
   if (count > 1 && last > first) parts.push(`${(((count - 1) * 1000) / (last - first)).toFixed(1)} tokens/s`);
   if (first) parts.push(`first after ${((first - began) / 1000).toFixed(2)} s`);
-  if (finish && finish !== "stop") parts.push(ENDS[finish] ?? finish);
+  const end = ENDS[finish] ?? finish;
+  if (end) parts.push(end);
   return parts.join(" · ");
 }
 

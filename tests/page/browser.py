@@ -24,12 +24,17 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--no-first-run", "--no-default-browser-check", "--no-proxy-server", "--mute-audio",
     "--remote-debugging-port=0", "--force-color-profile=srgb", "--lang=en-US",
+    "--no-sandbox",  # root and many containers have none, and the pages are ours
 )  # fmt: skip
 
 
 def find_browser() -> str | None:
     """The path of an installed Chromium or Chrome."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class BrowserError(RuntimeError):
+    """The browser does not start."""
 
 
 class PageError(AssertionError):
@@ -194,19 +199,18 @@ class Browser:
 
 @asynccontextmanager
 async def running_browser(program: str) -> AsyncIterator[Browser]:
-    """A browser with a profile of its own, ended and forgotten at the exit."""
+    """A browser with a profile of its own, ended and forgotten at the exit. Raises BrowserError."""
     with tempfile.TemporaryDirectory(
         prefix="sluice-browser-", ignore_cleanup_errors=True
     ) as folder:
-        flags = [*FLAGS, f"--user-data-dir={folder}"]
-        if os.geteuid() == 0:
-            flags.append("--no-sandbox")  # root has no sandbox; the pages are ours
         process = await asyncio.create_subprocess_exec(
             program,
-            *flags,
+            *FLAGS,
+            f"--user-data-dir={folder}",
             "about:blank",
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "HOME": folder},  # it leaves files there
         )
         try:
             address = await debugger_address(process, Path(folder) / "DevToolsActivePort")
@@ -230,11 +234,11 @@ async def running_browser(program: str) -> AsyncIterator[Browser]:
 
 
 async def debugger_address(process: asyncio.subprocess.Process, file: Path) -> str:
-    """Chromium writes its port and path to `file` as soon as it listens."""
+    """Chromium writes its port and path to `file` as soon as it listens. Raises BrowserError."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.returncode is None:
         lines = file.read_text().split() if file.exists() else []
         if len(lines) == 2:
             return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
         await asyncio.sleep(0.05)
-    raise PageError(f"the browser did not start; exit code {process.returncode}")
+    raise BrowserError(f"the browser did not start; exit code {process.returncode}")

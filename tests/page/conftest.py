@@ -1,12 +1,13 @@
 """A browser for each file of tests, and a tab for each test, which must leave no errors behind."""
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
 
-from tests.page.browser import Browser, Page, find_browser, running_browser
+from tests.page.browser import Browser, BrowserError, Page, find_browser, running_browser
 
 # What Chromium says of every answer that is no 2xx, and of a server that is not there
 REFUSALS = ("network: Failed to load resource:", "javascript: Access to fetch at")
@@ -17,7 +18,11 @@ async def browser() -> AsyncIterator[Browser]:
     program = find_browser()
     if program is None:
         pytest.skip("no Chromium is installed (on Debian: apt-get install chromium)")
-    async with running_browser(program) as running:
+    async with AsyncExitStack() as stack:
+        try:
+            running = await stack.enter_async_context(running_browser(program))
+        except BrowserError as error:
+            pytest.skip(f"{program} is installed, but does not work here: {error}")
         yield running
 
 
