@@ -20,6 +20,8 @@ from scripts.bench_cases import Case, Launch
 from scripts.bench_cases.narrow_gemm import by_library
 from scripts.bench_cases.skinny_gemm import LAYERS, num_bytes, numbers
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
 ROWS = (32, 48, 64, 96, 128, 192, 256)
 CHAIN_ROWS = (64, 128, 256)
 SIZES = {name: size for name, size in LAYERS.items() if not name.endswith("head")}
@@ -64,14 +66,7 @@ def ours(plan: op.Plan, x: Tensor, w: Tensor) -> Tensor:
     return out
 
 
-def chain(
-    multiply: Callable[[Tensor, Tensor], Tensor],
-    dependent: bool,
-    m: int,
-    n: int,
-    k: int,
-    copies: int,
-) -> list[Launch]:
+def chain(multiply: Multiply, dependent: bool, m: int, n: int, k: int, copies: int) -> list[Launch]:
     """Each launch is of a small kernel and of the product of what it wrote."""
     compile_all()
     norm_weight = numbers(k)
@@ -97,7 +92,10 @@ def bench_cases() -> list[Case]:
     for name, (n, k) in SIZES.items():
         for m in CHAIN_ROWS:
             best = plans_of(m, n, k)[0]
-            ways = [("library", library, True), (f"{best}, apart", partial(ours, best), False)]
+            ways: list[tuple[str, Multiply, bool]] = [
+                ("library", library, True),
+                (f"{best}, apart", partial(ours, best), False),
+            ]
             ways += [(f"{plan}", partial(ours, plan), True) for plan in plans_of(m, n, k)]
             for label, multiply, dependent in ways:
                 setup = partial(chain, multiply, dependent, m, n, k)
