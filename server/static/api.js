@@ -31,6 +31,7 @@ const ADVICE = {
   engine_dead: "The server's log says why. It has to be started again.",
   context_length_exceeded: "Begin a new chat, or lower max tokens.",
   exceeds_kv_capacity: "Begin a new chat, or lower max tokens.",
+  internal_error: "Retry asks again. If it fails again, the server's log says more under this id.",
   model_not_found: "Choose one of the models at the top.",
 };
 

@@ -192,7 +192,7 @@ async def test_errors_are_shown_with_advice(tab: Page) -> None:
         cases = [
             (400, "context_length_exceeded", "too long by 7", None, "Begin a new chat"),
             (503, "queue_timeout", "nobody came", None, "Try again in 1 s"),
-            (500, "internal_error", "it broke", 1, "it broke"),
+            (500, "internal_error", "it broke", 1, "the server's log says more"),
         ]
         await open_page(tab, site.url)
         for status, code, message, after, advice in cases:

@@ -4,6 +4,7 @@ And the page's files: how they are served, and what they may not contain.
 """
 
 import asyncio
+import logging
 import re
 import time
 from array import array
@@ -232,6 +233,16 @@ async def test_states_of_the_server() -> None:
         for path in PATHS:
             status, body = await site.get(path)
             assert (status, body["error"]["code"]) == (503, "engine_dead")
+
+
+async def test_polling_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_site(log_requests="on") as site:
+        answer_all(site)
+        for path in (*PATHS, "/version"):
+            assert (await site.get(path))[0] == 200
+        await eventually(lambda: "/version" in caplog.text)
+    assert "/debug" not in caplog.text
 
 
 # --- who may ask ----------------------------------------------------------------------------------------
