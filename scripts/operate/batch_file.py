@@ -160,7 +160,8 @@ def is_answer(text: bytes) -> bool:
         value = orjson.loads(text)
     except ValueError:
         return False
-    return isinstance(value, dict) and isinstance(value.get("custom_id"), str)
+    is_line = isinstance(value, dict) and isinstance(value.get("custom_id"), str)
+    return is_line and "response" in value  # an input has none
 
 
 def read_answers(path: Path) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from scripts.operate.batch_file import Input, Line, Output
 from scripts.operate.local_client import BatchLLM, LocalClient, make_service
 from server.config import ServerConfig
 from server.deadline import Deadline
-from server.errors import ApiError, unsupported
+from server.errors import ApiError, internal_error, unsupported
 from server.routes.chat import chat_work
 from server.routes.completions import completion_work
 from server.routes.generate import Format, Generation, submit
@@ -26,9 +27,9 @@ from server.schema.completions import parse_completion
 from server.service import Service
 from server.stream import RequestStream
 
-QUEUE_FACTOR = (
-    2  # completions in the engine, running and waiting, for each that can run at one time
-)
+logger = logging.getLogger(__name__)
+
+QUEUE_FACTOR = 2  # completions in the engine, waiting ones too, for each that can run
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -103,6 +104,10 @@ class BatchRun:
         except ApiError as error:
             self.write_error(line, error)
             return
+        except Exception:  # one line must not end all others
+            logger.exception("%s failed", line.custom_id)
+            self.write_error(line, internal_error())
+            return
         job = Job(line, stream, fmt)
         job.cleanup.callback(self.client.abort, stream)
         job.cleanup.enter_context(Deadline(stream, 0.0, generation.total_s))
@@ -130,7 +135,12 @@ class BatchRun:
                 job.cleanup.close()
 
     def write_answer(self, job: Job) -> None:
-        answer = job.fmt.whole(job.stream)
+        try:
+            answer = job.fmt.whole(job.stream)
+        except Exception:
+            logger.exception("%s cannot be answered", job.line.custom_id)
+            self.write_error(job.line, internal_error())
+            return
         self.num_tokens += answer["usage"]["completion_tokens"]
         self.output.answer(job.line.custom_id, 200, answer, uuid.uuid4().hex)
         self.bar.update()
@@ -154,7 +164,7 @@ def answer(
     client = LocalClient(llm)
     done = len(wanted.lines) - len(lines)
     try:
-        with tqdm(total=len(wanted.lines), initial=done, desc="requests") as bar:
+        with tqdm(total=len(wanted.lines), initial=done, desc="requests", disable=None) as bar:
             service = make_service(server, engine, client)
             asyncio.run(BatchRun(service, client, wanted.read(lines), output, bar).run())
     finally:

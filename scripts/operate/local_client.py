@@ -89,10 +89,10 @@ class LocalClient(EngineClient):
             raise NotImplementedError(f"no batch sends {type(message).__name__}")
 
     def _submit(self, generate: Generate) -> None:
+        n = generate.params.n
         try:
             prepared = self._prepare(generate)
         except PromptError as error:
-            n = generate.params.n
             self._on_request_error(
                 RequestError(
                     generate.req_id, n, error.status, error.code, error.message, error.param

@@ -1,12 +1,12 @@
 """Successive halving (Jamieson and Talwalkar 2016): all candidates for a short time, the better half for
 twice as long; then what was better than the baseline, together.
 
-    rung 0   baseline  a  b  c  d  e  f      s seconds each
-    rung 1   baseline  b  c  f              2s
-    last     baseline  c  c+f  baseline     4s
+    rung 0   baseline  a  b  c  d  e  f  baseline    s seconds each
+    rung 1   baseline  b  c  f  baseline            2s
+    last     baseline  c  c+f  baseline             4s
 
-The baseline runs in each rung, as a machine's speed drifts: candidates are compared with their neighbours
-in time, never with figures of another rung. In the last it runs twice, so that drift counts as noise.
+A machine's speed drifts, so candidates are compared within a rung only, and with a baseline that ran before
+and after them: what changed in between counts as noise.
 """
 
 import hashlib
@@ -170,6 +170,7 @@ class Search:
         """The better half."""
         baseline = self.trial(Candidate(BASELINE), rung)
         trials = [(self.trial(candidate, rung), candidate) for candidate in contenders]
+        self.trial(Candidate(AGAIN), rung)
         good = [(trial, candidate) for trial, candidate in trials if trial.scores]
         good.sort(key=lambda pair: self.gain(pair[0], baseline), reverse=True)
         return [candidate for _, candidate in good[: math.ceil(len(contenders) / 2)]]
@@ -259,10 +260,10 @@ def noise_of(trial: Trial, baseline: Trial) -> float:
 def planned(candidates: int, overhead_s: float, budget_s: float) -> tuple[int, float]:
     """How many candidates fit, and seconds of load for each in rung 0.
 
-    With n candidates the rungs have n + 1, n/2 + 1 and 4 trials; rung r takes 2^r as long.
+    With n candidates the rungs have n + 2, n/2 + 2 and 4 trials; rung r takes 2^r as long.
     """
     for count in range(candidates, 0, -1):
-        sizes = [1 + math.ceil(count / 2**rung) for rung in range(RUNGS)] + [4]
+        sizes = [2 + math.ceil(count / 2**rung) for rung in range(RUNGS)] + [4]
         for_load = budget_s - overhead_s * sum(sizes)
         seconds = for_load / sum(size * 2**rung for rung, size in enumerate(sizes))
         if seconds >= LEAST_SECONDS:

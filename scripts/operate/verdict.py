@@ -26,12 +26,14 @@ def decide(search: Search) -> Verdict:
     by_name = {candidate.name: candidate.flags for candidate in state.candidates}
     if state.combined:
         by_name[COMBINED] = state.combined
-    reasons = [describe(search, name) for name in by_name if state.rungs_of(name)]
+    pairs = {name: pair for name in by_name if (pair := longest(search, name)) is not None}
+    ordered = sorted(pairs, key=lambda name: search.gain(*pairs[name]), reverse=True)
+    reasons = [describe(search, name, *pairs[name]) for name in ordered]
     reasons += [f"{trial.name}: failed: {trial.error}" for trial in state.trials if trial.error]
     reasons += [f"{name}: not tried, for want of time" for name in state.dropped]
     best: tuple[Trial, Trial] | None = None
     for name in [*[candidate.name for candidate in search.better_ones()][:1], COMBINED]:
-        pair = longest(search, name) if name in by_name else None
+        pair = pairs.get(name)
         if pair is None or not search.is_better(*pair):
             continue
         if best is None or search.is_better(pair[0], best[0]):
@@ -51,18 +53,15 @@ def longest(search: Search, name: str) -> tuple[Trial, Trial] | None:
     return None
 
 
-def describe(search: Search, name: str) -> str:
-    pair = longest(search, name)
-    if pair is None:
-        return f"{name}: not compared, as the baseline of its rung is missing"
-    if search.is_better(*pair):
+def describe(search: Search, name: str, trial: Trial, baseline: Trial) -> str:
+    if search.is_better(trial, baseline):
         word = "better"
-    elif search.gain(*pair) < -noise_of(*pair):
+    elif search.gain(trial, baseline) < -noise_of(trial, baseline):
         word = "worse"
     else:
         word = "no difference beyond noise"
-    rungs = "last rung" if pair[0].rung == RUNGS else f"rung {pair[0].rung}"
-    return f"{name}: {compare(search, *pair)}, {rungs}: {word}"
+    rung = "last rung" if trial.rung == RUNGS else f"rung {trial.rung}"
+    return f"{name}: {word} in {rung}: {compare(search, trial, baseline)}"
 
 
 def compare(search: Search, trial: Trial, baseline: Trial) -> str:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from engine.api.messages import Generate
 from scripts import batch
 from scripts.operate.batch_file import Input, open_output
+from scripts.operate.local_client import LocalClient
 from tests.engine_cpu.tiny_models import make_tiny
+from tokenizer_proc.prepare import PreparedRequest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "batch.py"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -98,6 +101,27 @@ def test_answers_are_the_server_s(model: str, tmp_path: Path) -> None:
     assert target.stat().st_size == size, "nothing is asked twice"
 
 
+def test_one_broken_line_does_not_end_the_others(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(self: LocalClient, generate: Generate) -> PreparedRequest:
+        if generate.params.max_tokens == 3:
+            raise RuntimeError("a tokenizer's bug")
+        return real(self, generate)
+
+    real = LocalClient._prepare
+    monkeypatch.setattr(LocalClient, "_prepare", prepare)
+    lines = [line("bad", prompt="x", max_tokens=3), line("good", prompt="x", max_tokens=2)]
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert run(model, source, target) == 1
+    found = read(target)
+    assert found["bad"]["response"]["status_code"] == 500
+    assert body_of(found["bad"])["error"]["code"] == "internal_error"
+    assert found["good"]["response"]["status_code"] == 200
+    monkeypatch.undo()
+    assert run(model, source, target, "--retry-failed") == 0
+
+
 def test_a_cut_line_is_asked_again_and_failures_if_wanted(model: str, tmp_path: Path) -> None:
     lines = [line(f"r{i}", prompt=f"number {i}", max_tokens=3, temperature=0) for i in range(4)]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -161,6 +185,9 @@ def test_another_s_output_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(ValueError, match="no output of a batch"), open_output(other):
         pass
     assert other.read_text() == "my notes"
+    with pytest.raises(ValueError, match="is no line"), open_output(source):
+        pass
+    assert source.read_text().count("custom_id") == 1, "an input is no output"
     target = tmp_path / "out.jsonl"
     with open_output(target), pytest.raises(ValueError, match="another run"), open_output(target):
         pass

@@ -69,7 +69,7 @@ def test_what_helps_alone_is_combined(tmp_path: Path, lower: bool) -> None:
     assert told.count("no difference beyond noise") == 1
     assert f"{bench.figure} {100 / 1.56 if lower else 156:.4g} instead of 100" in verdict.headline
     sizes = [len([run for run in bench.runs if run[1] == rung]) for rung in (0, 1, RUNGS)]
-    assert sizes == [2 + 5, 1 + 3, 4], "halved; the baseline's first trial counts as rung 0 here"
+    assert sizes == [3 + 5, 2 + 3, 4], "halved; the baseline's first trial counts as rung 0 here"
 
 
 def test_a_fluke_does_not_win(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_fluke_does_not_win(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_slows_down_makes_no_winner(tmp_path: Path) -> None:
-    """In the last rung the baseline runs before and after: 20% better is less than that drift."""
+    """The baseline runs before and after: 20% better is less than that drift."""
     bench = MadeUp({"a 1": 1.2})
     search = search_of(bench, tmp_path)
     search.run()
@@ -115,7 +115,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     search.run()
     assert search.is_complete
     assert decide(search).flags == {"a": "1", "b": "1"}
-    assert len(bench.runs) == 7 + 4 + 4, "no trial was run twice"
+    assert len(bench.runs) == 8 + 5 + 4, "no trial was run twice"
     with pytest.raises(ValueError, match="another load"):
         State.load(tmp_path / "trials.json", "other")
     (tmp_path / "trials.json").write_text("{}")
@@ -148,7 +148,7 @@ def test_a_trial_that_the_budget_ended_is_no_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("budget", [60.0, 300.0, 540.0, 3600.0])
 def test_planned_trials_fit(budget: float) -> None:
     count, seconds = planned(11, 10.0, budget)
-    sizes = [1 + math.ceil(count / 2**rung) for rung in range(RUNGS)] + [4]
+    sizes = [2 + math.ceil(count / 2**rung) for rung in range(RUNGS)] + [4]
     cost = sum(size * (10.0 + seconds * 2**rung) for rung, size in enumerate(sizes))
     assert seconds >= LEAST_SECONDS
     assert cost <= budget + 1e-6 or count == 1
