@@ -82,7 +82,9 @@ class Encoder:
                     f"together; shorten the prompt",
                     param,
                 )
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        # Of all ways to encode, this one alone lets other threads run meanwhile: with `encode`, every
+        # stream would stand still for the second that a long prompt takes. It also makes no offsets.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         added: list[int] = []
         if add_special_tokens:
             added = np.flatnonzero(encoding.special_tokens_mask).tolist()

@@ -1,5 +1,8 @@
 """Prompts to requests: encoding, chat templates, length rules, seeds, block names, errors."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
@@ -165,7 +168,7 @@ def test_too_many_tokens_asked_for_names_what_would_fit():
 class Refusing:
     """Stands for the Rust tokenizer where it must not be asked."""
 
-    def encode(self, text, add_special_tokens):
+    def encode_batch_fast(self, texts, add_special_tokens):
         raise AssertionError("encoded, although it can never fit")
 
 
@@ -181,6 +184,21 @@ def test_a_text_far_too_long_is_refused_before_it_is_encoded():
     assert error_of(chat(text), encoder=encoder).param == "messages"
     with pytest.raises(AssertionError):
         make(TextPrompt(text=text[1:]), encoder=encoder)
+
+
+def test_others_run_while_a_long_prompt_is_encoded():
+    """The tokenizer works without the interpreter's lock, so that all streams go on."""
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    encoded = []
+    worker = threading.Thread(target=lambda: encoded.append(ENCODER.encode(TextPrompt(text=text))))
+    worker.start()
+    turns = 0
+    while not encoded:
+        time.sleep(0.001)
+        turns += 1
+    worker.join()
+    assert turns > 10
+    assert ENCODER.decode(encoded[0].token_ids.tolist()) == text
 
 
 def test_the_bound_allows_for_text_that_makes_no_tokens():
