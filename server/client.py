@@ -278,7 +278,7 @@ class EngineClient:
         def on_readable() -> None:
             for _ in range(MESSAGES_PER_CALLBACK):
                 # Asking costs a microsecond, zmq.Again several.
-                if socket.closed or not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     return
                 try:
                     read(socket.recv(zmq.NOBLOCK))
