@@ -9,8 +9,9 @@ import ssl
 import uuid
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineTooLong
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from engine.api.config import ConfigError
@@ -194,6 +195,15 @@ class HttpServer:
         await self._runner.setup()
         manager = self._runner.server
         assert manager is not None
+        make_request = manager.request_factory
+
+        def request_in_a_known_version(message: RawRequestMessage, *more: Any) -> web.BaseRequest:
+            """aiohttp answers in the version that a client claims; clients read what we speak."""
+            if message.version not in (HttpVersion10, HttpVersion11):
+                message = message._replace(version=HttpVersion11)
+            return make_request(message, *more)
+
+        manager.request_factory = request_in_a_known_version
         loop = asyncio.get_running_loop()
 
         def connection() -> Protocol:

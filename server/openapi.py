@@ -21,7 +21,7 @@ from server.schema.fields import Schema, Table, schema_of
 from server.schema.limits import LIMITED
 from server.schema.responses import COMPONENTS, ref
 from server.schema.sampling import NO_EFFECT_FIELDS, SAMPLING_FIELDS, SamplingDefaults
-from server.schema.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from server.schema.tokenize import DETOKENIZE_FIELDS, ONE_PROMPT, TOKENIZE_FIELDS
 from server.service import Service
 
 # By status, all codes that errors have.
@@ -286,6 +286,8 @@ def body_schema(body: str, table: Table, service: Service) -> Schema:
                 properties[name] = properties[name] | {"default": default}
     if "timeout" in properties and service.config.request_timeout:
         properties["timeout"]["maximum"] = service.config.request_timeout
+    if table is TOKENIZE_FIELDS:
+        schema["oneOf"] = ONE_PROMPT
     require_model(schema, service)
     return schema
 

@@ -62,7 +62,7 @@ def too_deep() -> ApiError:
 
 def is_deeper_than(value: Any, limit: int) -> bool:
     """Level by level rather than recursively, so that depth cannot exhaust the stack."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
         level = [
             child

@@ -56,7 +56,7 @@ def object_with(
     required: dict[str, Schema], optional: dict[str, Schema] | None = None, **more: Any
 ) -> Schema:
     """Schema of an object that may have other members, too. Of the named ones null is an absent one."""
-    properties = required | {name: nullable(s) for name, s in (optional or {}).items()}
+    properties = {name: nullable(s) for name, s in (optional or {}).items()} | required
     return {"type": "object", "properties": properties, "required": list(required), **more}
 
 

@@ -25,6 +25,11 @@ TOKENIZE_FIELDS: Table = {
     "prompt": string,
     "return_token_strs": boolean.or_else(False),
 }
+# One of both.
+ONE_PROMPT = [
+    {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+    for name in ("prompt", "messages")
+]
 DETOKENIZE_FIELDS: Table = {"model": string, "tokens": token_list.required()}
 
 

@@ -175,6 +175,7 @@ MESSAGES: list[Any] = [
         {"content": [{"type": "text", "text": "a"}]}, {"content": [{"type": "text"}]},
         {"content": [{"type": "refusal", "refusal": "a"}]}, {"content": [{"type": "image_url"}]},
         {"content": ["a"]}, {"content": "a", "tool_call_id": "1"}, {"content": "a", "name": None},
+        {"content": "a", "tool_call_id": None},
         {"content": "a", "name": 5}, {"content": "a", "reasoning": "b"}, {"refusal": "no"},
         {"refusal": 5}, {"tool_calls": []}, {"tool_calls": None, "content": "a"},
         {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},

@@ -1,0 +1,108 @@
+"""A short run of scripts/fuzz_http.py against the three real processes, and its parts."""
+
+import random
+
+import jsonschema
+import pytest
+
+from scripts.fuzz.bodies import Bodies
+from scripts.fuzz.judge import judge, read_answers
+from scripts.fuzz.run import fuzz
+from scripts.fuzz.values import right
+from scripts.fuzz.wire import Attempt, Wire
+from tests.engine_cpu.tiny_models import make_tiny
+from tests.server.conftest import live_server, running_site
+
+FLAGS = [
+    "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "16", "--num-blocks", "2000",
+    "--served-model-name", "tiny", "--tool-call-parser", "hermes", "--max-body-size", "1000000",
+]  # fmt: skip
+NUM = 600
+
+
+async def test_nothing_that_a_client_sends_harms_the_server(tmp_path) -> None:
+    """Fuzzed requests beside four streams: no answer but documented ones, no hang, nothing left over."""
+    model = make_tiny("llama", tmp_path)
+    with live_server(model, *FLAGS) as server:
+        report = await fuzz(server.url, NUM, seed=7, workers=8)
+        log = server.log.read_text()
+    assert report.findings == []
+    assert sum(report.kinds.values()) == NUM
+    assert report.num_streams >= 4
+    assert report.outcomes["200"] > 50  # much was served,
+    assert len(report.outcomes) > 12  # and refused in many ways
+    assert "Traceback" not in log
+
+
+async def test_right_bodies_are_right_by_the_description() -> None:
+    async with running_site() as site:
+        _, document = await site.get("/openapi.json")
+    rng = random.Random(5)
+    names = [n for n in document["components"]["schemas"] if n.endswith("Request")]
+    assert len(names) == 6
+    for name in names:
+        schema = document["components"]["schemas"][name]
+        validator = jsonschema.Draft202012Validator(schema)
+        for _ in range(60):
+            value = right(schema, rng)
+            is_both = {"prompt", "messages"} <= value.keys()  # of an object that has one of them
+            assert validator.is_valid(value) or is_both, (name, value)
+
+
+async def test_attempts_depend_on_their_number_alone() -> None:
+    async with running_site() as site:
+        _, document = await site.get("/openapi.json")
+    wires = [Wire(Bodies(document), list(document["paths"])) for _ in range(2)]
+    first, second = ([wire.draw(random.Random(f"0/{i}")) for i in range(200)] for wire in wires)
+    assert first == second
+    assert {attempt.name for attempt in first} > {"plain", "split", "piped", "chunks", "lengths"}
+
+
+HEAD = b"HTTP/1.1 %b\r\nX-Request-Id: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+def answer(status: bytes, body: bytes) -> bytes:
+    return HEAD % (status, len(body)) + body
+
+
+ERROR = b'{"error":{"message":"m","type":"t","param":null,"code":"%b"}}'
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (answer(b"200 OK", b"{}"), None),
+        (answer(b"200 OK", b'{"a":NaN}'), "NaN is not JSON"),
+        (answer(b"400 Bad", ERROR % b"invalid_value"), None),
+        (answer(b"400 Bad", b"<html>"), "a body that is none"),
+        (answer(b"500 Oh", ERROR % b"internal_error"), "500 internal_error"),
+        (answer(b"503 Oh", ERROR % b"queue_timeout"), "503 queue_timeout"),
+        (answer(b"200 OK", b"{}") * 2, "2 answers, not 1"),
+        (answer(b"200 OK", b"{}")[:-1], "shorter than its Content-Length"),
+        (b"", "0 answers, not 1"),
+        (b"nonsense", "no response"),
+    ],
+)
+def test_the_judge_sees_wrong_answers(data: bytes, complaint: str | None) -> None:
+    complaints, _ = judge(Attempt("plain", [b"POST / HTTP/1.1"], num_answers=1), data)
+    if complaint is None:
+        assert complaints == []
+    else:
+        assert any(complaint in found for found in complaints)
+
+
+def test_streams_without_an_end_are_seen() -> None:
+    head = b"HTTP/1.1 200 OK\r\nX-Request-Id: a\r\nContent-Type: text/event-stream\r\n\r\n"
+    attempt = Attempt("plain", [b"POST / HTTP/1.1"], num_answers=1)
+    assert judge(attempt, head + b"data: {}\n\ndata: [DONE]\n\n")[0] == []
+    assert judge(attempt, head + b"data: {}\n\n")[0] == ["the stream has no end"]
+    failed = b'data: {"error": {"code": "internal_error"}}\n\n'
+    assert "the stream failed" in judge(attempt, head + failed)[0][0]
+
+
+def test_chunked_answers_are_read_strictly() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert read_answers(head + b"2\r\nab\r\n0\r\n\r\n")[0].body == b"ab"
+    for cut in (b"2\r\nab", b"9\r\nab", b"2\r\nab\r\n"):
+        with pytest.raises(ValueError, match="chunk"):
+            read_answers(head + cut)
