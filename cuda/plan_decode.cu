@@ -13,6 +13,7 @@ constexpr int TILE = 16;           // of paged_decode.cu
 constexpr int STEP = 64;           // chunks are multiples of it
 constexpr int MIN_CHUNK = 128;
 constexpr int CANDIDATES = 2 * WARPS;
+constexpr int ALONE = 3;           // shares of the memory's rate that a thread block can read at
 constexpr int BUCKETS = 32;        // of lengths, to start with the longest
 constexpr int FIXED_MIN_CHUNK = 256, FIXED_MAX_PARTS = 32;
 
@@ -99,7 +100,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
       if (lane == 0) {
         const i64 waves = ((i64)items * blocks_per_item + slots - 1) / slots;
         const i64 mean = (i64)(tokens / items);
-        const i64 cost = waves * (mean + item_tokens) + min(size, longest) - mean + ceil_div(longest, size);
+        const int longest_parts = ceil_div(longest, size);
+        const i64 cost = longest_parts > 1
+            ? waves * (mean + item_tokens) + size - mean + item_tokens * 3 / 4 + longest_parts
+            : max((i64)tokens * blocks_per_item / slots, (i64)(longest / ALONE)) + waves * item_tokens;
         costs[c] = items <= max_items && parts <= max_parts ? cost : (i64)1 << 50;
       }
     }
