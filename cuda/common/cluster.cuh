@@ -26,6 +26,17 @@ DEV void cluster_sync() {
 #endif
 }
 
+// The same for blocks that have written nothing for each other but mbarriers (behind mbarrier_init_fence), or
+// that only must not end yet: it does not wait for the memory.
+DEV void cluster_meet() {
+#if CLUSTER == 1 || defined(SLUICE_EMULATE)
+  cluster_sync();
+#else
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // What lies at `address`, of this block's dynamic shared memory, in block `rank` of the cluster.
 DEV float4 load_float4_of_block(smem_t address, int rank) {
 #if defined(SLUICE_EMULATE)

@@ -36,10 +36,11 @@ DEV void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// At the barrier that lies at this address in block `rank` of the cluster.
+// At the barrier that lies at this address in block `rank` of the cluster. Orders nothing but this block's
+// own accesses: a release at the scope of the cluster would wait for the memory, most of a microsecond.
 DEV void mbarrier_arrive_at(u32 barrier, u32 rank) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
                :: "r"(barrier), "r"(rank) : "memory");
 }
 
