@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = FP8
-LENS = [1, 17, 64, 150, 0]
+LENS = [1, 17, 64, 420, 0]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def launch_plan(decoder: Decoder, window: int | None) -> np.ndarray:
     ids=str,
 )
 def test_decode(heads: Heads, window: int | None) -> None:
-    decoder = Decoder(make_context(heads, LENS), limits_of(heads, slots=40))
+    decoder = Decoder(make_context(heads, LENS), limits_of(heads, slots=40, item_tokens=0))
     items = launch_plan(decoder, window)
     decoder.attend_planned()
     decoder.check(window)
