@@ -58,7 +58,7 @@ def cheap(value: dict[str, Any], path: str, rng: random.Random) -> dict[str, Any
     """Fewer and shorter completions, so that a run is about requests and not about tokens."""
     if not path.endswith("completions"):
         return value
-    names = ["max_tokens"]
+    value, names = dict(value), ["max_tokens"]
     if "chat" in path:
         names.append("max_completion_tokens")
     for name in names:
