@@ -108,7 +108,7 @@ async def test_a_drained_replica_loses_nothing(
 ) -> None:
     with replicas("a", "b") as (a, b), nginx(tmp_path, [a, b]) as proxy:
         load = Load(client, proxy.url)
-        running = [asyncio.create_task(load.request(60, i % 2 == 0)) for i in range(4)]
+        running = [asyncio.create_task(load.request(150, i % 2 == 0)) for i in range(4)]
         while [await num_running(client, r) for r in (a, b)] != [2, 2]:
             await asyncio.sleep(0.01)
         a.send(signal.SIGTERM)
@@ -174,7 +174,8 @@ async def test_all_replicas_draining(tmp_path: Path, client: aiohttp.ClientSessi
             await asyncio.sleep(0.01)
         for replica in (a, b):
             replica.send(signal.SIGTERM)
-        await asyncio.sleep(0.1)
+        while await asyncio.to_thread(lambda: a.is_ready() or b.is_ready()):
+            await asyncio.sleep(0.01)
         for _ in range(3):
             async with client.post(proxy.url + TEXT, json=body_of(1)) as response:
                 answer = await response.json()
