@@ -124,7 +124,7 @@ class StepLoop:
             launched = self.attempt(plan, partial(self.launch, plan))
         if self.overlap and self.in_flight is not None:
             self.commit(self.in_flight)
-        if launched is not None:
+        if launched is not None and launched.handle.held is not None:
             launched = self.attempt(launched.plan, partial(self.finish, launched))
         if launched is not None and not self.overlap:
             self.commit(launched)

@@ -42,6 +42,7 @@ MOST_SCORE_ROWS = 256
 LEAST_SCORE_ROWS = 16
 
 EDITS = Needs.PENALTIES | Needs.LOGIT_BIAS | Needs.MIN_TOKENS
+BEYOND_PLAIN = int(EDITS | Needs.LOGPROBS)  # an int: flags take microseconds to combine
 
 
 class TablePool:
@@ -164,7 +165,7 @@ class DeviceSampler:
     def is_plain(self, rows: Int32Array) -> bool:
         """All that `rows` ask for is in SamplingClass.SIMPLE, and none reports log-probabilities."""
         needs = int(np.bitwise_or.reduce(self.table.needs[rows], initial=0))
-        return needs & ~Needs.DRAW == 0
+        return needs & BEYOND_PLAIN == 0
 
     def sampling_class(self, rows: Int32Array, has_masks: bool = False) -> SamplingClass:
         """The smallest class that has all stages of `rows`."""

@@ -20,6 +20,7 @@ from tests.unit.toy_engine import MODEL_LEN, VOCAB, ToyEngine, undisturbed
 @dataclass
 class Done:
     result: StepResult
+    held: bool = True  # it is to be finished
 
     def wait(self) -> StepResult:
         return self.result
