@@ -28,7 +28,7 @@ class Level:
         return self.cpu_ms_per_1k["server"] + self.cpu_ms_per_1k["tokenizer_proc"]
 
     def is_sustained(self) -> bool:
-        """Nothing was left behind, and lateness did not grow."""
+        """Nearly all that was offered arrived, and hardly anything late."""
         return self.tokens_per_s >= 0.97 * self.offered and self.p99_ms < 100
 
 
@@ -46,11 +46,6 @@ def level_of(job: Job, result: Result, watch: CpuWatch) -> Level:
     columns = zip(result.times_ns, result.words, result.ages_ns, strict=True)
     rows = [row for row in columns if start <= row[0] < end]
     ages = [age for _, _, age in rows]
-    middle = (start + end) // 2
-    halves = (
-        percentile([age for at, _, age in rows if at < middle], 0.99),
-        percentile([age for at, _, age in rows if at >= middle], 0.99),
-    )
     tokens = sum(words for _, words, _ in rows)
     used = watch.used(start * 1e-9, end * 1e-9)
     used["client"] = result.cpu_s * tokens / max(1, sum(result.words))
@@ -59,7 +54,6 @@ def level_of(job: Job, result: Result, watch: CpuWatch) -> Level:
         tokens_per_s=tokens / seconds,
         p50_ms=percentile(ages, 0.5) * 1e-6,
         p99_ms=percentile(ages, 0.99) * 1e-6,
-        late_ms=(halves[1] - halves[0]) * 1e-6,
         tokens_per_event=tokens / max(1, len(rows)),
         cpu_ms_per_1k={name: s / tokens * 1e6 for name, s in used.items()},
         cpu_percent={name: s / seconds * 100 for name, s in used.items()},

@@ -13,6 +13,7 @@ import pytest
 
 from engine.api.messages import AbortRequests, AddRequest, FinishReason
 from engine.api.sampling import SamplingParams
+from scripts import bench_frontend
 from scripts.frontend import figures
 from scripts.frontend.client import Job, Load, Result
 from scripts.frontend.engine import Steps
@@ -150,6 +151,26 @@ def test_figures_of_a_level() -> None:
     result.last_ns = [second + 200 * MS]
     with pytest.raises(ValueError, match="--seconds"):
         figures.level_of(job, result, watch)
+
+
+def test_the_search_gives_up_after_two_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    """One failure may be the machine's other work: the same load is tried again."""
+
+    class Bench:
+        def __init__(self) -> None:
+            self.offered: list[float] = []
+
+        def level(self, rate: float) -> figures.Level:
+            self.offered.append(rate)
+            is_late = rate > 3000 or self.offered.count(rate) == 1 and rate == 2000
+            names = ("server", "tokenizer_proc", "engine", "client")
+            cpu = dict.fromkeys(names, 1.0)
+            return figures.Level(rate, rate, 1.0, 500.0 if is_late else 2.0, 1.0, cpu, cpu)
+
+    bench = Bench()
+    assert bench_frontend.climb(bench, start=1000, factor=2) == 2000  # type: ignore[arg-type]
+    assert bench.offered == [1000, 2000, 2000, 4000, 4000]
+    assert capsys.readouterr().out.count("not sustained") == 3
 
 
 def test_cpu_time_of_a_process_that_works() -> None:
