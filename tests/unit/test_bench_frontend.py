@@ -162,7 +162,7 @@ def test_the_search_gives_up_after_two_failures(capsys: pytest.CaptureFixture[st
 
         def level(self, rate: float) -> figures.Level:
             self.offered.append(rate)
-            is_late = rate > 3000 or self.offered.count(rate) == 1 and rate == 2000
+            is_late = rate > 3000 or (self.offered.count(rate) == 1 and rate == 2000)
             names = ("server", "tokenizer_proc", "engine", "client")
             cpu = dict.fromkeys(names, 1.0)
             return figures.Level(rate, rate, 1.0, 500.0 if is_late else 2.0, 1.0, cpu, cpu)
