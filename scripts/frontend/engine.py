@@ -73,7 +73,7 @@ class Steps:
     def make(self) -> StepOutput:
         """A token for each live request."""
         req_ids = list(self.left)
-        finished = []
+        finished: list[tuple[int, FinishReason, int | None]] = []
         for index, req_id in enumerate(req_ids):
             self.left[req_id] -= 1
             if not self.left[req_id]:

@@ -16,9 +16,6 @@ class Level:
     tokens_per_s: float
     p50_ms: float  # from the engine's send to the client's read
     p99_ms: float
-    late_ms: (
-        float  # p99 of the second half less that of the first: grows where the load is too much
-    )
     tokens_per_event: float  # more than 1 where events were merged for a reader behind
     cpu_ms_per_1k: dict[str, float] = field(default_factory=dict)  # by process
     cpu_percent: dict[str, float] = field(default_factory=dict)
