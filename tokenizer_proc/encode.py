@@ -77,8 +77,8 @@ class Encoder:
                 raise PromptError(
                     400,
                     "context_length_exceeded",
-                    f"the prompt has {len(utf8)} bytes, hence at least {at_least} tokens, but the "
-                    f"maximum context length is {max_tokens} tokens, prompt and completion "
+                    f"the prompt has {len(utf8)} bytes, hence at least {at_least} tokens, but this "
+                    f"model's maximum context length is {max_tokens} tokens, prompt and completion "
                     f"together; shorten the prompt",
                     param,
                 )

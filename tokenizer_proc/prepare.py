@@ -118,6 +118,7 @@ def resolve_max_tokens(
     fill the context, or the KV cache if that is smaller; with `clamp`, max_tokens is lowered to that.
     Without any new token the prompt may be as long as the context.
     """
+    # Clients (LiteLLM, agents that shorten their history) look for "this model's maximum context length is".
     longest, asked = limits.max_model_len, params.max_tokens
     if num_prompt == 0:
         raise PromptError(400, "empty_prompt", "the prompt has no tokens; send some text", param)
@@ -126,8 +127,8 @@ def resolve_max_tokens(
         raise PromptError(
             400,
             "context_length_exceeded",
-            f"the prompt has {num_prompt} tokens, but the maximum context length is {longest} "
-            f"tokens, prompt and completion together; shorten the prompt by at least "
+            f"the prompt has {num_prompt} tokens, but this model's maximum context length is "
+            f"{longest} tokens, prompt and completion together; shorten the prompt by at least "
             f"{num_prompt - longest + least_room} tokens",
             param,
         )
@@ -140,8 +141,8 @@ def resolve_max_tokens(
             400,
             "context_length_exceeded",
             f"the prompt has {num_prompt} tokens and max_tokens is {asked}, together "
-            f"{num_prompt + asked}, but the maximum context length is {longest} tokens; the "
-            f"largest max_tokens that fits is {room}",
+            f"{num_prompt + asked}, but this model's maximum context length is {longest} tokens; "
+            f"the largest max_tokens that fits is {room}",
             "max_tokens",
         )
     if capacity < (asked or 1):

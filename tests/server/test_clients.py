@@ -99,6 +99,8 @@ def test_errors_are_the_client_s_classes(client, kind, body, code, param) -> Non
     with pytest.raises(kind) as caught:
         client.chat.completions.create(**{"model": "tiny", "messages": USER, **body})
     assert caught.value.code == code
+    if code == "context_length_exceeded":  # by these words LiteLLM knows it
+        assert "this model's maximum context length is" in caught.value.message
     assert caught.value.type in ("invalid_request_error", "not_found_error")
     if param:
         assert caught.value.param == param
