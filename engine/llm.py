@@ -151,6 +151,7 @@ class LLM:
         """Free weights and KV cache. The object cannot be used afterwards."""
         self.live.clear()
         self.is_shut_down = True
+        self.encoder.chat.close()
         self.constraints.checker.close()
         del self.engine, self.processor, self.constraints
         if self.converted is not None:

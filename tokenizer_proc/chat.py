@@ -15,8 +15,7 @@ from tokenizer_proc.templates import (
 )
 
 PROBE = "sluice probe"
-PROBE_SECONDS = 10.0  # for one short message
-RENDER_SECONDS = 10.0  # the server's template, which is trusted but for odd messages
+OWN_TEMPLATE_SECONDS = 10.0  # the model's, or --chat-template: trusted but for odd messages
 REQUEST_TEMPLATE_SECONDS = 2.0  # a template that came with the request
 
 # Variables of templates that have fields of their own.
@@ -106,9 +105,9 @@ class ChatRenderer:
         named = templates_of(tokenizer.chat_template)
         try:
             if "default" in named:
-                self._own = self._template(named["default"], PROBE_SECONDS)
+                self._own = self._template(named["default"], OWN_TEMPLATE_SECONDS)
             if "tool_use" in named:
-                self._for_tools = self._template(named["tool_use"], PROBE_SECONDS)
+                self._for_tools = self._template(named["tool_use"], OWN_TEMPLATE_SECONDS)
         except TemplateSyntax as error:
             raise TokenizerLoadError(
                 f"the chat template has an error in {error}; correct it, or give another with "
@@ -116,9 +115,13 @@ class ChatRenderer:
             ) from error
         except TemplateTimeout as error:
             raise TokenizerLoadError(
-                f"the chat template takes more than {PROBE_SECONDS:g} s for one short message; give "
-                "another with --chat-template FILE"
+                f"the chat template takes more than {OWN_TEMPLATE_SECONDS:g} s for one short message; "
+                "give another with --chat-template FILE"
             ) from error
+
+    def close(self) -> None:
+        """End the processes that render."""
+        self._renderer.close()
 
     @property
     def has_template(self) -> bool:

@@ -135,6 +135,9 @@ class TokenizerLoop:
         finally:
             self.pool.shutdown(wait=False, cancel_futures=True)
             self.grammar_pool.shutdown(wait=False, cancel_futures=True)
+            self.prompts.chat.close()
+            if self.constraints is not None:
+                self.constraints.checker.close()
             self.context.destroy(linger=0)
 
     def _drain(

@@ -2,35 +2,27 @@
 
 A template is a program. In a sandbox it cannot reach Python, but it can run for ever, also in one
 operation that no thread of its process gets past (`10 ** 10 ** 9`), and it can eat memory. So it runs
-here, with its memory limited, and `tokenizer_proc/templates.py` kills this process when it takes too
-long.
+here, within limits (tokenizer_proc/limited_process.py).
 
-Standard input is a socket. A message is its length as 4 bytes, little-endian, and MessagePack:
-
-    -> [template, variables, seconds]      <- ["text", text], ["syntax", line, why] or ["error", why]
-
-The kernel ends this process a little after `seconds` by itself, should nobody be left to kill it.
+    question   [template, variables]
+    answer     ["text", text], ["syntax", line, why] or ["error", why]
 
 The environment has what templates are written for: that of transformers' apply_chat_template.
 """
 
 import json
-import resource
-import signal
-import socket
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-import msgspec
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_MEMORY = 2 << 30  # bytes of address space
-GRACE_S = 1.0
-READY = ["ready"]
+from tokenizer_proc.limited_process import answer_questions
+
+MEMORY_BYTES = 2 << 30  # address space of this process
 
 
 class GenerationTag(Extension):
@@ -75,60 +67,25 @@ def compiled(template: str) -> Template:
     return ENVIRONMENT.from_string(template)
 
 
-def render(template: str, variables: dict[str, Any]) -> list[Any]:
+def render(question: tuple[str, dict[str, Any]]) -> list[Any]:
+    template, variables = question
     try:
-        return ["text", compiled(template).render(variables)]
+        text = compiled(template).render(variables)
+        text.encode()  # what cannot be, no message can hold
+        return ["text", text]
     except TemplateSyntaxError as error:
         return ["syntax", error.lineno, str(error.message)]
+    except UnicodeEncodeError:
+        return ["error", "it makes text that is not Unicode"]
     except MemoryError:
         return ["error", "it takes too much memory"]
     except RecursionError:
         return ["error", "it is nested too deeply"]
     except (
         Exception
-    ) as error:  # its code is data of the model or of a request: it can raise anything
+    ) as error:  # a template is data, of the model or a request: it may raise anything
         return ["error", str(error) or type(error).__name__]
 
 
-def send(connection: socket.socket, message: Any) -> None:
-    data = msgspec.msgpack.encode(message)
-    connection.sendall(len(data).to_bytes(4, "little") + data)
-
-
-def receive(connection: socket.socket) -> Any:
-    """The next message. Raises EOFError when the other side has ended."""
-    size = int.from_bytes(read_exactly(connection, 4), "little")
-    return msgspec.msgpack.decode(read_exactly(connection, size))
-
-
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(size - len(data), 1 << 20))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
-
-
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = socket.socket(fileno=0)
-    send(connection, READY)
-    try:
-        while True:
-            template, variables, seconds = receive(connection)
-            signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_S)
-            answer = render(template, variables)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            try:
-                send(connection, answer)
-            except UnicodeEncodeError:
-                send(connection, ["error", "it makes text that is not Unicode"])
-    except (EOFError, ConnectionError):
-        return
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(render, MEMORY_BYTES)

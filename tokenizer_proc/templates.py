@@ -1,17 +1,11 @@
 """Renders chat templates with a limit of time, in processes of their own (template_worker.py)."""
 
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
+from tokenizer_proc.limited_process import LimitedProcess
 from tokenizer_proc.loading import one_line
-from tokenizer_proc.template_worker import READY, receive, send
 
-START_SECONDS = 60.0  # a busy machine may take long to start a process
-ROOT = Path(__file__).resolve().parent.parent
+WORKER = "tokenizer_proc.template_worker"
 
 
 class TemplateError(Exception):
@@ -33,14 +27,14 @@ class TemplateRenderer:
     """
 
     def __init__(self) -> None:
-        self._idle: list[Worker] = []
+        self._idle: list[LimitedProcess] = []
 
     def render(self, template: str, variables: dict[str, Any], seconds: float) -> str:
         """The text. Raises TemplateError, TemplateSyntax or TemplateTimeout."""
         for is_last in (False, True):
-            worker = self._idle.pop() if self._idle else Worker()
+            worker = self._idle.pop() if self._idle else LimitedProcess(WORKER)
             try:
-                answer = worker.ask([template, variables, seconds], seconds)
+                answer = worker.ask([template, variables], seconds)
             except TimeoutError:
                 worker.kill()
                 raise TemplateTimeout(f"it takes more than {seconds:g} s") from None
@@ -69,38 +63,3 @@ def text_of(answer: list[Any]) -> str:
         case ["syntax", line, why]:
             raise TemplateSyntax(f"line {line}: {one_line(why)}")
     raise TemplateError(one_line(answer[1]))
-
-
-class Worker:
-    """One process. It ends when this one does, as it then reads the end of its input."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tokenizer_proc.template_worker"],
-                stdin=theirs.fileno(),
-                cwd=ROOT,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
-        self._socket.settimeout(START_SECONDS)
-        try:
-            if receive(self._socket) != READY:
-                raise EOFError
-        except BaseException:
-            self.kill()
-            raise
-
-    def ask(self, message: Any, seconds: float) -> list[Any]:
-        """Raises TimeoutError; EOFError or ConnectionError if the process has ended."""
-        deadline = time.monotonic() + seconds
-        self._socket.settimeout(seconds)
-        send(self._socket, message)
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        answer: list[Any] = receive(self._socket)
-        return answer
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()

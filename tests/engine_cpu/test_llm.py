@@ -279,3 +279,16 @@ def test_constraints_that_cannot_work_are_refused(llm):
         assert caught.value.param == param
     with pytest.raises(ValueError, match="allows no token"):
         SamplingParams(allowed_token_ids=[])
+
+
+def test_shutdown_ends_the_processes_that_it_started(tmp_path):
+    llm = LLM(make_tiny("llama", tmp_path), dtype="float32", cpu_threads=1, num_blocks=16)
+    form = StructuredOutput("regex", "[0-9]")
+    llm.generate("x", SamplingParams(max_tokens=2, structured=form), use_tqdm=False)
+    renderers, checker = llm.encoder.chat._renderer._idle, llm.constraints.checker
+    pids = [process.pid for process in [*renderers, checker.process]]
+    assert len(pids) == 2
+    llm.shutdown()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,5 +1,7 @@
 """Chat templates of every habit: what they see, what they refuse, and that none can hold us up."""
 
+import os
+import signal
 import threading
 import time
 
@@ -132,8 +134,8 @@ def test_others_are_not_held_up(renderer):
 def test_a_process_that_has_died_is_replaced(renderer):
     assert renderer.render("a", {}, 5.0) == "a"
     [worker] = renderer._idle
-    worker._process.kill()
-    worker._process.wait()
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     assert renderer.render("b", {}, 5.0) == "b"
 
 

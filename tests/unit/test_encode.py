@@ -400,7 +400,7 @@ def test_a_template_that_is_none_is_refused_at_the_start():
 
 
 def test_a_template_without_end_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(chat_module, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(chat_module, "OWN_TEMPLATE_SECONDS", 0.2)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(TokenizerLoadError, match=r"more than 0\.2 s"):
         Encoder(byte_level(chat_template=loop))
