@@ -49,7 +49,8 @@ class StepPlan:
 
     A decode row computes one token, the last one sampled on its row, which the host may not know yet.
     A prefill row computes tokens whose ids the host knows (`prompt_tokens`), even if it is only one.
-    Row 0 and block 0 are reserved for padding and never appear here.
+    Row 0 and block 0 are reserved for padding and never appear here. Arrays may belong to other plans,
+    too: nobody writes to them.
     """
 
     step_id: int
@@ -71,7 +72,9 @@ class StepPlan:
     req_ids: list[int] = field(default_factory=list)  # [B] for commit and for people
     prompt_spans: list[PromptSpan] = field(default_factory=list)
     # KV blocks to and from host memory (engine/kv/host_tier.py), before anything else of the step:
-    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host slot), first
+    swap_out: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (device block, host slot), first
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host slot, device block), then
 
     @property
