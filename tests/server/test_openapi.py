@@ -22,7 +22,7 @@ from server.schema.completions import parse_completion
 from server.schema.fields import Field, nullable
 from server.schema.sampling import SamplingDefaults
 from server.schema.tokenize import parse_detokenize, parse_tokenize
-from tests.contracts.source import sources
+from tests.contracts.source import ROOT, sources
 from tests.server.conftest import read_events, running_site
 from tests.server.fake_backend import Script, logprob
 
@@ -94,6 +94,12 @@ def test_all_codes_are_listed() -> None:
         *("context_length_exceeded", "exceeds_kv_capacity", "invalid_http", "invalid_schema"),
         *("engine_dead", "invalid_messages", "unsupported_content_type"),
     }
+
+
+def test_all_codes_are_in_the_documentation() -> None:
+    text = (ROOT / "docs/http.md").read_text()
+    codes = {code for codes in CODES.values() for code in codes}
+    assert {code for code in codes if f"`{code}`" not in text} == set()
 
 
 async def test_limits_of_the_operator_and_defaults_of_the_model() -> None:
