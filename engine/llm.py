@@ -47,11 +47,10 @@ from engine.build import build_engine
 from engine.models.config import ModelConfig
 from engine.weights.gguf import convert_gguf
 from server.default_model import BarProgress, ensure_default_model
-from tokenizer_proc.constraints import Constraints
 from tokenizer_proc.encode import Encoder
 from tokenizer_proc.loading import check_fits_model, load_tokenizer
-from tokenizer_proc.output import OutputProcessor
-from tokenizer_proc.prepare import PreparedRequest, prepare
+from tokenizer_proc.pipeline import TextPipeline, choice_ids
+from tokenizer_proc.prepare import PreparedRequest
 from tokenizer_proc.vocabulary import Vocabulary
 
 PromptInput = str | Sequence[int] | dict[str, Any]
@@ -131,11 +130,9 @@ class LLM:
         self.engine = build_engine(self.config, self._receive)
         self.limits = self.engine.limits
         check_fits_model(self.tokenizer, self.limits.vocab_size)
-        self.encoder = Encoder(self.tokenizer)
-        vocabulary = Vocabulary(self.tokenizer, self.limits.vocab_size)
-        self.processor = OutputProcessor(vocabulary)
-        self.constraints = Constraints(vocabulary, self.limits)
-        self.engine_has_pieces = False
+        self.pipeline = TextPipeline(
+            Encoder(self.tokenizer), Vocabulary(self.tokenizer), self.limits, self.config.seed
+        )
         self.ids = itertools.count(1)
         self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self.num_generated = 0
@@ -151,9 +148,8 @@ class LLM:
         """Free weights and KV cache. The object cannot be used afterwards."""
         self.live.clear()
         self.is_shut_down = True
-        self.encoder.chat.close()
-        self.constraints.checker.close()
-        del self.engine, self.processor, self.constraints
+        self.pipeline.close()
+        del self.engine, self.pipeline
         if self.converted is not None:
             self.converted.cleanup()
         gc.collect()
@@ -206,16 +202,13 @@ class LLM:
         if self.is_shut_down:
             raise RuntimeError("this LLM was shut down; make a new one")
         params = params_for(prompts, sampling_params)
-        outputs, requests = [], []
-        for prompt, each in zip(prompts, params, strict=True):
-            output, prepared = self._prepare(prompt, each)
-            outputs.append(output)
-            requests.append((output, prepared))
+        requests = [self._prepare(*each) for each in zip(prompts, params, strict=True)]
+        outputs = [output for output, _, _ in requests]
         with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm) as bar:
             try:
                 with uninterrupted():
-                    for output, prepared in requests:
-                        self._submit(output, prepared)
+                    for request in requests:
+                        self._submit(*request)
                 self._drive(outputs, bar)
             finally:  # on Ctrl-C: nothing of this batch may run on in the next one
                 with uninterrupted():
@@ -224,7 +217,7 @@ class LLM:
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[RequestOutput, PreparedRequest]:
+    ) -> tuple[RequestOutput, Generate, PreparedRequest]:
         req_id = next(self.ids)
         for _ in range(params.n - 1):
             next(self.ids)
@@ -234,12 +227,9 @@ class LLM:
             params=params,
             arrival_ns=time.monotonic_ns(),
             want_prompt_text=True,
+            want_token_ids=True,
         )
-        seed = self.config.seed
-        prepared = prepare(self.encoder, generate, self.limits, seed, self.constraints)
-        if params.structured is not None and not self.engine_has_pieces:
-            self.engine.loop.take([self.constraints.pieces])
-            self.engine_has_pieces = True
+        prepared = self.pipeline.prepare(generate)
         completions = [
             CompletionOutput(
                 index=i,
@@ -251,14 +241,13 @@ class LLM:
         ids = prepared.token_ids.tolist()
         output = RequestOutput(str(req_id), prepared.prompt_text, ids, completions)
         output.prompt_logprobs = None if params.prompt_logprobs is None else []
-        return output, prepared
+        return output, generate, prepared
 
-    def _submit(self, output: RequestOutput, prepared: PreparedRequest) -> None:
-        for req_id, completion in enumerate(output.outputs, prepared.requests[0].req_id):
+    def _submit(self, output: RequestOutput, generate: Generate, prepared: PreparedRequest) -> None:
+        ids = choice_ids(generate)
+        for req_id, completion in zip(ids, output.outputs, strict=True):
             self.live[req_id] = (output, completion)
-        for request in prepared.requests:
-            self.processor.add(request, prepared.copies, wants_token_ids=True)
-        self.engine.loop.take(list(prepared.requests))
+        self.engine.loop.take([*self.pipeline.submit(generate, prepared, ids)])
 
     def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
         started, generated = time.monotonic(), self.num_generated
@@ -275,7 +264,7 @@ class LLM:
     def _abort_all(self) -> None:
         if self.live:
             ids = list(self.live)
-            self.processor.forget(ids)
+            self.pipeline.output.forget(ids)
             self.live.clear()
             self.engine.loop.take([AbortRequests(ids, AbortReason.CLIENT)])
             while self.engine.loop.has_work():
@@ -283,11 +272,11 @@ class LLM:
 
     def _receive(self, step: StepOutput) -> None:
         """Output of one engine step."""
-        deltas, abort_ids = self.processor.process(step)
+        deltas, abort_ids = self.pipeline.output.process(step)
         if abort_ids:
             self.engine.loop.take([AbortRequests(abort_ids, AbortReason.STOP_STRING)])
         self._apply(deltas)
-        for error in self.processor.rejected(step):
+        for error in self.pipeline.output.rejected(step):
             for req_id in range(error.req_id, error.req_id + error.n):
                 output, completion = self.live.pop(req_id)
                 completion.finish_reason = "error"

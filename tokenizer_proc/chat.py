@@ -124,10 +124,6 @@ class ChatRenderer:
         self._renderer.close()
 
     @property
-    def has_template(self) -> bool:
-        return self._own is not None
-
-    @property
     def template_text(self) -> str:
         """Of the template that shows tools, if there are several; "" if there is none."""
         template = self._for_tools or self._own

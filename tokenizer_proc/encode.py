@@ -37,10 +37,6 @@ class Encoder:
         self.bound = bound
         self.chat = ChatRenderer(tokenizer)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self.chat.has_template
-
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> EncodedPrompt:
         """Raises PromptError for messages the template refuses and for text that is not Unicode.
 

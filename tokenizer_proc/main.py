@@ -1,4 +1,4 @@
-"""The tokenizer process: sockets and threads around `prepare` and `OutputProcessor`.
+"""The tokenizer process: sockets and threads around a `TextPipeline`.
 
         ingress (PULL) ──► Generate ──► thread pool: render, encode, name blocks ──┐
                            Abort ─────► forget, tell the engine                    │ results, eventfd
@@ -7,7 +7,7 @@
         tokens  (PULL) ──► StepOutput ──► text ──► one Deltas to replies, AbortRequests to submit
 
 One thread owns sockets and tables. A request is in exactly one table: in `encoding` while a thread
-works on its prompt, in `output.live` while the engine has it. Its terminal message or its abort removes
+works on its prompt, in `pipeline.output.live` while the engine has it. Its terminal message or its abort removes
 it, and whatever arrives for it later is dropped.
 """
 
@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -27,7 +26,6 @@ from engine.api.messages import (
     Abort,
     AbortReason,
     AbortRequests,
-    Accepted,
     CallError,
     Control,
     Detokenize,
@@ -38,7 +36,6 @@ from engine.api.messages import (
     Ingress,
     Inspect,
     Message,
-    RequestError,
     Sockets,
     StepOutput,
     Tokenize,
@@ -50,13 +47,12 @@ from engine.api.messages import (
     encoder,
 )
 from tokenizer_proc.bound import token_bound
-from tokenizer_proc.constraints import Constraints
 from tokenizer_proc.encode import Encoder, check_token_ids, prompt_param
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.loading import Tokenizer, check_fits_model
 from tokenizer_proc.output import OutputProcessor
-from tokenizer_proc.prepare import PreparedRequest, prepare
-from tokenizer_proc.prompt_tokens import token_texts
+from tokenizer_proc.pipeline import TextPipeline, accepted, choice_ids, refused
+from tokenizer_proc.prepare import PreparedRequest
 from tokenizer_proc.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -77,12 +73,9 @@ class TokenizerLoop:
         self.epoch = epoch
         self.default_seed = default_seed
         self.vocabulary = Vocabulary(tokenizer)
-        self.prompts = Encoder(tokenizer, token_bound(self.vocabulary))
-        self.output = OutputProcessor(self.vocabulary)
+        self.encoder = Encoder(tokenizer, token_bound(self.vocabulary))
         self.encoding: set[int] = set()  # ids of requests and calls that wait for a thread
-        self.limits: EngineLimits | None = None  # known once the engine said hello
-        self.constraints: Constraints | None = None  # from then on, too
-        self.engine_has_pieces = False
+        self.pipeline: TextPipeline | None = None  # once the engine said hello
         self.stopping = False
 
         self.context = zmq.Context()
@@ -90,7 +83,7 @@ class TokenizerLoop:
         self.tokens = self._socket(zmq.PULL, sockets.tokens)
         self.submit = self._socket(zmq.PUSH, sockets.submit)
         self.replies = self._socket(zmq.PUSH, sockets.replies)
-        self.encoder = encoder()
+        self.message_encoder = encoder()
         self.ingress_decoder = decoder(Ingress)
         self.tokens_decoder = decoder(Tokens)
 
@@ -122,7 +115,7 @@ class TokenizerLoop:
         poller.register(self.wake_fd, zmq.POLLIN)
         try:
             while not self.stopping:
-                if self.limits is not None and self.ingress not in poller:
+                if self.pipeline is not None and self.ingress not in poller:
                     poller.register(self.ingress, zmq.POLLIN)  # until now requests waited in it
                 ready = dict(poller.poll())
                 if self.tokens in ready:
@@ -135,9 +128,8 @@ class TokenizerLoop:
         finally:
             self.pool.shutdown(wait=False, cancel_futures=True)
             self.grammar_pool.shutdown(wait=False, cancel_futures=True)
-            self.prompts.chat.close()
-            if self.constraints is not None:
-                self.constraints.checker.close()
+            if self.pipeline is not None:
+                self.pipeline.close()
             self.context.destroy(linger=0)
 
     def _drain(
@@ -156,38 +148,35 @@ class TokenizerLoop:
             handle(message)
 
     def _send(self, socket: zmq.Socket[bytes], message: Message) -> None:
-        socket.send(self.encoder.encode(message))
+        socket.send(self.message_encoder.encode(message))
 
     # --- from the engine --------------------------------------------------------------------------
 
     def _on_engine_message(self, message: EngineHello | StepOutput) -> None:
         if message.epoch != self.epoch:
             logger.debug("dropped %s of epoch %d", type(message).__name__, message.epoch)
-        elif isinstance(message, StepOutput):
-            self._on_step(message)
-        elif self.limits is None:
-            check_fits_model(self.tokenizer, message.limits.vocab_size)
-            self.vocabulary.pad_to(message.limits.vocab_size)
-            self.limits = message.limits
-            self.constraints = Constraints(self.vocabulary, message.limits)
-            self._send(
-                self.replies,
-                TokenizerReady(
-                    limits=message.limits,
-                    has_chat_template=self.prompts.has_chat_template,
-                    chat_template=self.prompts.chat.template_text,
-                ),
-            )
+        elif isinstance(message, EngineHello):
+            self._on_hello(message.limits)
+        elif self.pipeline is not None:
+            self._on_step(message, self.pipeline.output)
 
-    def _on_step(self, step: StepOutput) -> None:
-        deltas, abort_ids = self.output.process(step)
+    def _on_hello(self, limits: EngineLimits) -> None:
+        if self.pipeline is not None:
+            return
+        check_fits_model(self.tokenizer, limits.vocab_size)
+        self.pipeline = TextPipeline(self.encoder, self.vocabulary, limits, self.default_seed)
+        chat_template = self.encoder.chat.template_text
+        self._send(self.replies, TokenizerReady(limits=limits, chat_template=chat_template))
+
+    def _on_step(self, step: StepOutput, output: OutputProcessor) -> None:
+        deltas, abort_ids = output.process(step)
         if deltas.req_ids or deltas.started or deltas.prompt_logprobs:
             self._send(self.replies, deltas)
         if abort_ids:
             self._send(
                 self.submit, AbortRequests(req_ids=abort_ids, reason=AbortReason.STOP_STRING)
             )
-        for error in self.output.rejected(step):
+        for error in output.rejected(step):
             self._send(self.replies, error)
 
     # --- from the server --------------------------------------------------------------------------
@@ -195,41 +184,29 @@ class TokenizerLoop:
     def _on_server_message(
         self, message: Generate | Abort | Tokenize | Detokenize | Control | Inspect
     ) -> None:
-        assert self.limits is not None
-        limits = self.limits
+        assert self.pipeline is not None
+        pipeline = self.pipeline
         if isinstance(message, Generate):
             self._start(
                 choice_ids(message),
-                lambda: self._prepare(message, limits),
+                lambda: pipeline.prepare(message),
                 lambda result: self._on_prepared(message, result),
-                self.grammar_pool if self._may_be_slow(message) else self.pool,
+                self.grammar_pool if pipeline.may_be_slow(message) else self.pool,
             )
         elif isinstance(message, Abort):
             self._on_abort(message.req_ids)
         elif isinstance(message, Control | Inspect):
             self._send(self.submit, message)  # it is for the engine
         elif isinstance(message, Tokenize):
-            self._start(
-                range(message.call_id, message.call_id + 1),
-                lambda: self._tokenize(message, limits),
-                lambda result: self._reply_to_call(message.call_id, result),
-            )
+            self._start_call(message.call_id, lambda: tokenize(pipeline, message))
         else:
-            self._start(
-                range(message.call_id, message.call_id + 1),
-                lambda: self._detokenize(message, limits),
-                lambda result: self._reply_to_call(message.call_id, result),
-            )
-
-    def _may_be_slow(self, message: Generate) -> bool:
-        assert self.constraints is not None
-        forms = (message.params.structured, message.structured_after_mark)
-        return any(form is not None and not self.constraints.is_known(form) for form in forms)
+            self._start_call(message.call_id, lambda: detokenize(pipeline, message))
 
     def _on_abort(self, req_ids: list[int]) -> None:
         """No terminal message: the server forgot the requests before it asked."""
+        assert self.pipeline is not None
         self.encoding.difference_update(req_ids)
-        live = self.output.forget(req_ids)
+        live = self.pipeline.output.forget(req_ids)
         if live:
             self._send(self.submit, AbortRequests(req_ids=live, reason=AbortReason.CLIENT))
 
@@ -240,74 +217,24 @@ class TokenizerLoop:
         if not wanted:
             return
         if isinstance(result, PromptError):
-            self._send(
-                self.replies,
-                RequestError(
-                    req_id=generate.req_id,
-                    n=generate.params.n,
-                    status=result.status,
-                    code=result.code,
-                    message=result.message,
-                    param=result.param,
-                ),
-            )
+            self._send(self.replies, refused(generate, result))
             return
-        self._send(
-            self.replies,
-            Accepted(
-                req_id=generate.req_id,
-                num_prompt_tokens=result.num_prompt_tokens,
-                prompt_text=result.prompt_text,
-                prompt_token_ids=result.token_ids.tobytes() if generate.want_token_ids else None,
-                prompt_end=result.prompt_end,
-            ),
-        )
-        for request in result.requests:
-            if request.req_id in wanted:
-                self.output.add(
-                    request,
-                    result.copies,
-                    generate.want_token_ids,
-                    result.token_texts,
-                    generate.shown_special,
-                )
-                if request.params.structured is not None and not self.engine_has_pieces:
-                    assert self.constraints is not None
-                    self._send(self.submit, self.constraints.pieces)
-                    self.engine_has_pieces = True
-                self._send(self.submit, request)
+        assert self.pipeline is not None
+        self._send(self.replies, accepted(generate, result))
+        for message in self.pipeline.submit(generate, result, wanted):
+            self._send(self.submit, message)
 
     # --- work for the threads ---------------------------------------------------------------------
 
-    def _prepare(self, generate: Generate, limits: EngineLimits) -> PreparedRequest:
-        """`prepare`; for an echo with log-probabilities the text is that of the tokens.
-
-        It is another one than was sent only if the tokenizer normalizes what it reads.
-        """
-        result = prepare(self.prompts, generate, limits, self.default_seed, self.constraints)
-        if generate.want_prompt_text and generate.params.prompt_logprobs is not None:
-            texts = token_texts(self.vocabulary, result.token_ids, result.added)
-            result = replace(result, prompt_text="".join(texts), token_texts=texts)
-        return result
-
-    def _tokenize(self, call: Tokenize, limits: EngineLimits) -> TokenizeResult:
-        prompt = self.prompts.encode(call.prompt)
-        is_text = not isinstance(call.prompt, TokenPrompt)
-        check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(call.prompt), is_text)
-        names = None
-        if call.return_token_strs:
-            names = [self.vocabulary.name(token_id) for token_id in prompt.token_ids.tolist()]
-        return TokenizeResult(
-            call_id=call.call_id,
-            token_ids=prompt.token_ids.tobytes(),
-            max_model_len=limits.max_model_len,
-            token_strs=names,
+    def _start_call(
+        self, call_id: int, work: Callable[[], TokenizeResult | DetokenizeResult]
+    ) -> None:
+        self._start(
+            range(call_id, call_id + 1),
+            work,
+            lambda result: self._reply_to_call(call_id, result),
+            self.pool,
         )
-
-    def _detokenize(self, call: Detokenize, limits: EngineLimits) -> DetokenizeResult:
-        token_ids = np.frombuffer(call.token_ids, dtype="<i4")
-        check_token_ids(token_ids, limits.vocab_size, "tokens")
-        return DetokenizeResult(call_id=call.call_id, text=self.prompts.decode(token_ids.tolist()))
 
     def _reply_to_call(
         self, call_id: int, result: TokenizeResult | DetokenizeResult | PromptError
@@ -316,15 +243,14 @@ class TokenizerLoop:
             return
         self.encoding.remove(call_id)
         if isinstance(result, PromptError):
-            error = result
             self._send(
                 self.replies,
                 CallError(
                     call_id=call_id,
-                    status=error.status,
-                    code=error.code,
-                    message=error.message,
-                    param=error.param,
+                    status=result.status,
+                    code=result.code,
+                    message=result.message,
+                    param=result.param,
                 ),
             )
         else:
@@ -335,9 +261,9 @@ class TokenizerLoop:
         ids: range,
         work: Callable[[], T],
         done: Callable[[T | PromptError], None],
-        pool: ThreadPoolExecutor | None = None,
+        pool: ThreadPoolExecutor,
     ) -> None:
-        """Run `work` in the pool of threads, then `done` with its result in the loop's thread.
+        """Run `work` in a thread of the pool, then `done` with its result in the loop's thread.
 
         Neither runs if all of `ids`, which are put into `encoding`, are aborted before a thread is
         free.
@@ -358,7 +284,7 @@ class TokenizerLoop:
             self.results.put(lambda: done(result))
             os.eventfd_write(self.wake_fd, 1)
 
-        (pool or self.pool).submit(job)
+        pool.submit(job)
 
     def _finish_jobs(self) -> None:
         while True:
@@ -369,5 +295,24 @@ class TokenizerLoop:
             finish()
 
 
-def choice_ids(generate: Generate) -> range:
-    return range(generate.req_id, generate.req_id + generate.params.n)
+def tokenize(pipeline: TextPipeline, call: Tokenize) -> TokenizeResult:
+    """Raises PromptError."""
+    prompt, limits = pipeline.encoder.encode(call.prompt), pipeline.limits
+    is_text = not isinstance(call.prompt, TokenPrompt)
+    check_token_ids(prompt.token_ids, limits.vocab_size, prompt_param(call.prompt), is_text)
+    names = None
+    if call.return_token_strs:
+        names = [pipeline.vocabulary.name(token_id) for token_id in prompt.token_ids.tolist()]
+    return TokenizeResult(
+        call_id=call.call_id,
+        token_ids=prompt.token_ids.tobytes(),
+        max_model_len=limits.max_model_len,
+        token_strs=names,
+    )
+
+
+def detokenize(pipeline: TextPipeline, call: Detokenize) -> DetokenizeResult:
+    """Raises PromptError."""
+    token_ids = np.frombuffer(call.token_ids, dtype="<i4")
+    check_token_ids(token_ids, pipeline.limits.vocab_size, "tokens")
+    return DetokenizeResult(call_id=call.call_id, text=pipeline.encoder.decode(token_ids.tolist()))

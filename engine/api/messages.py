@@ -237,8 +237,7 @@ class TokenizerReady(Message):
     """The tokenizer is loaded and the engine said hello: requests will be served."""
 
     limits: EngineLimits
-    has_chat_template: bool
-    chat_template: str = ""  # its text, from which the server tells how the model writes calls
+    chat_template: str = ""  # from which the server tells how the model writes calls; "": none
 
 
 class Accepted(Message):

@@ -1,13 +1,12 @@
 """The server's client of the engine, with the engine in this process and no sockets in between.
 
-    EngineClient.generate ──Generate──► prepare ──AddRequest──► StepLoop.take
-    RequestStream ◄──Deltas── OutputProcessor ◄──StepOutput── StepLoop.step
+    EngineClient.generate ──Generate──► TextPipeline ──AddRequest──► StepLoop.take
+    RequestStream ◄──────────Deltas──── TextPipeline ◄──StepOutput── StepLoop.step
 
 Whatever a request means to the server it means here, as the same code reads it and answers it; the parts
 that the server spreads over three processes (text to ids, engine, ids to text) are `LLM`'s.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from engine.api.config import EngineConfig
@@ -15,9 +14,7 @@ from engine.api.messages import (
     Abort,
     AbortReason,
     AbortRequests,
-    Accepted,
     Generate,
-    RequestError,
     Sockets,
     StepOutput,
     TokenizerReady,
@@ -31,8 +28,7 @@ from server.metrics import Exporter, Metrics
 from server.model_check import model_digest, sampling_defaults
 from server.service import Service
 from tokenizer_proc.errors import PromptError
-from tokenizer_proc.prepare import PreparedRequest, prepare
-from tokenizer_proc.prompt_tokens import token_texts
+from tokenizer_proc.pipeline import accepted, choice_ids, refused
 
 NO_SOCKETS = Sockets(ingress="", submit="", tokens="", replies="", state="")
 
@@ -56,8 +52,7 @@ class LocalClient(EngineClient):
         self._on_tokenizer_ready(
             TokenizerReady(
                 limits=llm.limits,
-                has_chat_template=llm.encoder.has_chat_template,
-                chat_template=llm.encoder.chat.template_text,
+                chat_template=llm.pipeline.encoder.chat.template_text,
             )
         )
 
@@ -71,65 +66,33 @@ class LocalClient(EngineClient):
 
     def receive(self, step: StepOutput) -> None:
         """What the tokenizer process and then the server do with a step's output."""
-        deltas, abort_ids = self.llm.processor.process(step)
+        deltas, abort_ids = self.llm.pipeline.output.process(step)
         if abort_ids:
             self.llm.engine.loop.take([AbortRequests(abort_ids, AbortReason.STOP_STRING)])
         self._on_deltas(deltas)
-        for error in self.llm.processor.rejected(step):
+        for error in self.llm.pipeline.output.rejected(step):
             self._on_request_error(error)
 
     def _send(self, message: Any) -> None:
         if isinstance(message, Generate):
             self._submit(message)
         elif isinstance(message, Abort):
-            live = self.llm.processor.forget(message.req_ids)
+            live = self.llm.pipeline.output.forget(message.req_ids)
             if live:
                 self.llm.engine.loop.take([AbortRequests(live, AbortReason.CLIENT)])
         else:
             raise NotImplementedError(f"no batch sends {type(message).__name__}")
 
     def _submit(self, generate: Generate) -> None:
-        n = generate.params.n
+        pipeline = self.llm.pipeline
         try:
-            prepared = self._prepare(generate)
+            prepared = pipeline.prepare(generate)
         except PromptError as error:
-            self._on_request_error(
-                RequestError(
-                    generate.req_id, n, error.status, error.code, error.message, error.param
-                )
-            )
+            self._on_request_error(refused(generate, error))
             return
-        self._on_accepted(
-            Accepted(
-                req_id=generate.req_id,
-                num_prompt_tokens=prepared.num_prompt_tokens,
-                prompt_text=prepared.prompt_text,
-                prompt_token_ids=prepared.token_ids.tobytes() if generate.want_token_ids else None,
-                prompt_end=prepared.prompt_end,
-            )
-        )
-        for request in prepared.requests:
-            self.llm.processor.add(
-                request,
-                prepared.copies,
-                generate.want_token_ids,
-                prepared.token_texts,
-                generate.shown_special,
-            )
-        self.llm.engine.loop.take(list(prepared.requests))
-
-    def _prepare(self, generate: Generate) -> PreparedRequest:
-        """Raises PromptError."""
-        llm = self.llm
-        prepared = prepare(llm.encoder, generate, llm.limits, llm.config.seed, llm.constraints)
-        if generate.want_prompt_text and generate.params.prompt_logprobs is not None:
-            texts = token_texts(llm.constraints.vocabulary, prepared.token_ids, prepared.added)
-            prepared = replace(prepared, prompt_text="".join(texts), token_texts=texts)
-        structured = any(request.params.structured is not None for request in prepared.requests)
-        if structured and not llm.engine_has_pieces:
-            llm.engine.loop.take([llm.constraints.pieces])
-            llm.engine_has_pieces = True
-        return prepared
+        self._on_accepted(accepted(generate, prepared))
+        messages = pipeline.submit(generate, prepared, choice_ids(generate))
+        self.llm.engine.loop.take([*messages])
 
 
 def make_service(server: ServerConfig, engine: EngineConfig, client: LocalClient) -> Service:

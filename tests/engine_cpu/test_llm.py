@@ -285,8 +285,8 @@ def test_shutdown_ends_the_processes_that_it_started(tmp_path):
     llm = LLM(make_tiny("llama", tmp_path), dtype="float32", cpu_threads=1, num_blocks=16)
     form = StructuredOutput("regex", "[0-9]")
     llm.generate("x", SamplingParams(max_tokens=2, structured=form), use_tqdm=False)
-    renderers, checker = llm.encoder.chat._renderer._idle, llm.constraints.checker
-    pids = [process.pid for process in [*renderers, checker.process]]
+    renderers = llm.pipeline.encoder.chat._renderer._idle
+    pids = [process.pid for process in [*renderers, llm.pipeline.constraints.checker.process]]
     assert len(pids) == 2
     llm.shutdown()
     for pid in pids:

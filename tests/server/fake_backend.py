@@ -120,7 +120,7 @@ class FakeBackend(threading.Thread):
     def ready(self) -> None:
         self.send(
             "replies",
-            TokenizerReady(limits=LIMITS, has_chat_template=True, chat_template=self.chat_template),
+            TokenizerReady(limits=LIMITS, chat_template=self.chat_template),
         )
         self.state(Phase.SERVING, 1.0)
 

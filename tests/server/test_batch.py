@@ -14,8 +14,8 @@ import pytest
 from engine.api.messages import Generate
 from scripts import batch
 from scripts.operate.batch_file import Input, open_output
-from scripts.operate.local_client import LocalClient
 from tests.engine_cpu.tiny_models import make_tiny
+from tokenizer_proc.pipeline import TextPipeline
 from tokenizer_proc.prepare import PreparedRequest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "batch.py"
@@ -104,13 +104,13 @@ def test_answers_are_the_server_s(model: str, tmp_path: Path) -> None:
 def test_one_broken_line_does_not_end_the_others(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prepare(self: LocalClient, generate: Generate) -> PreparedRequest:
+    def prepare(self: TextPipeline, generate: Generate) -> PreparedRequest:
         if generate.params.max_tokens == 3:
             raise RuntimeError("a tokenizer's bug")
         return real(self, generate)
 
-    real = LocalClient._prepare
-    monkeypatch.setattr(LocalClient, "_prepare", prepare)
+    real = TextPipeline.prepare
+    monkeypatch.setattr(TextPipeline, "prepare", prepare)
     lines = [line("bad", prompt="x", max_tokens=3), line("good", prompt="x", max_tokens=2)]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert run(model, source, target) == 1

@@ -414,7 +414,7 @@ def test_templates_cannot_reach_python():
 
 def test_no_template_says_how_to_give_one():
     encoder = Encoder(byte_level(chat_template=None))
-    assert not encoder.has_chat_template
+    assert encoder.chat.template_text == ""
     error = error_of(chat("hi"), encoder=encoder)
     assert error.status == 400
     assert "--chat-template" in error.message
@@ -459,7 +459,7 @@ def test_a_saved_tokenizer_and_a_template_file_are_loaded(tmp_path):
     directory = save(byte_level(chat_template=None), tmp_path / "tokenizer")
     template = tmp_path / "chat.jinja"
     template.write_text("FILE {{ messages[0]['content'] }}", encoding="utf-8")
-    assert not Encoder(load_tokenizer(str(directory))).has_chat_template
+    assert Encoder(load_tokenizer(str(directory))).chat.template_text == ""
     loaded = Encoder(load_tokenizer(str(directory), str(template)))
     assert loaded.encode(chat("hi")).text == "FILE hi"
 

@@ -146,7 +146,7 @@ def ids_of(text):
 
 
 def is_empty(loop):
-    return not loop.encoding and not loop.output.live
+    return not loop.encoding and not loop.pipeline.output.live
 
 
 def test_a_request_from_prompt_to_its_end(served):
@@ -180,7 +180,7 @@ def test_choices_are_accepted_once_and_end_one_by_one(served):
         (0, FinishReason.LENGTH, None),
         (1, FinishReason.LENGTH, None),
     ]
-    assert list(loop.output.live) == [6]
+    assert list(loop.pipeline.output.live) == [6]
     net.to_tokenizer(Abort(req_ids=[4, 5, 6]))
     assert net.submitted(AbortRequests).req_ids == [6]
     net.assert_silent()
@@ -206,7 +206,7 @@ def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine(served):
 def test_an_abort_at_any_point_leaves_nothing_and_sends_no_terminal(served, phase, monkeypatch):
     loop, net = served
     may_encode, has_encoded = threading.Event(), threading.Event()
-    encode = loop.prompts.encode
+    encode = loop.encoder.encode
 
     def slow_encode(prompt, max_tokens):
         assert may_encode.wait(20)
@@ -214,7 +214,7 @@ def test_an_abort_at_any_point_leaves_nothing_and_sends_no_terminal(served, phas
         has_encoded.set()
         return encoded
 
-    monkeypatch.setattr(loop.prompts, "encode", slow_encode)
+    monkeypatch.setattr(loop.encoder, "encode", slow_encode)
     if phase != "encoding":
         may_encode.set()
     if phase != "unknown":
@@ -247,14 +247,14 @@ def test_an_abort_at_any_point_leaves_nothing_and_sends_no_terminal(served, phas
 def test_what_is_aborted_before_a_thread_is_free_is_never_encoded(served, monkeypatch):
     loop, net = served
     may_encode, encoded = threading.Event(), []
-    encode = loop.prompts.encode
+    encode = loop.encoder.encode
 
     def slow_encode(prompt, max_tokens=None):
         encoded.append(prompt.text)
         assert may_encode.wait(20)
         return encode(prompt, max_tokens)
 
-    monkeypatch.setattr(loop.prompts, "encode", slow_encode)
+    monkeypatch.setattr(loop.encoder, "encode", slow_encode)
     net.to_tokenizer(generate(1, "busy"))
     net.to_tokenizer(generate(2, "busy"))
     wait_until(lambda: len(encoded) == 2)
@@ -275,9 +275,9 @@ def test_what_is_aborted_before_a_thread_is_free_is_never_encoded(served, monkey
 def test_a_choice_aborted_while_encoding_is_not_submitted_and_the_others_are(served, monkeypatch):
     loop, net = served
     may_encode = threading.Event()
-    encode = loop.prompts.encode
+    encode = loop.encoder.encode
     monkeypatch.setattr(
-        loop.prompts, "encode", lambda prompt, limit: may_encode.wait(20) and encode(prompt, limit)
+        loop.encoder, "encode", lambda prompt, limit: may_encode.wait(20) and encode(prompt, limit)
     )
     net.to_tokenizer(generate(1, n=3))
     net.to_tokenizer(Abort(req_ids=[2]))
@@ -306,14 +306,14 @@ def test_a_prompt_that_cannot_be_served_gets_one_error(served):
 
 def test_an_unexpected_failure_is_a_500_and_the_process_lives(served, monkeypatch, caplog):
     loop, net = served
-    encode = loop.prompts.encode
+    encode = loop.encoder.encode
 
     def fail(prompt, max_tokens):
         if prompt == TextPrompt(text="boom"):
             raise BaseException("the Rust side panicked")
         return encode(prompt, max_tokens)
 
-    monkeypatch.setattr(loop.prompts, "encode", fail)
+    monkeypatch.setattr(loop.encoder, "encode", fail)
     net.to_tokenizer(generate(1, "boom"))
     error = net.reply(RequestError)
     assert (error.status, error.code) == (500, "internal_error")
@@ -350,7 +350,7 @@ def test_messages_of_another_epoch_and_garbage_are_dropped(served):
     net.ingress.send(b"garbage")
     net.from_engine(step({1: ids_of("new")}))
     assert net.reply(Deltas).texts == ["new"]
-    assert list(loop.output.live) == [1]
+    assert list(loop.pipeline.output.live) == [1]
 
 
 def test_tokenize_and_detokenize_calls(served):
@@ -385,7 +385,7 @@ def test_requests_wait_for_the_engine(run_dir):
         assert not net.replies.poll(100)
         net.hello()
         ready = net.reply(TokenizerReady)
-        assert ready.has_chat_template
+        assert "messages" in ready.chat_template
         assert net.reply(Accepted).req_id == 1
     finally:
         loop.stop()
