@@ -11,6 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from server.command import run_command
+
 DESCRIPTION = """Answer a file of requests, JSON lines as OpenAI's batches have them, with an engine in
 this process:
 
@@ -84,4 +86,4 @@ def run(args: argparse.Namespace, flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("batch.py", main))

@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.loadtest import options
+from server.command import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,4 +47,4 @@ def run_compare(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("bench_serve.py", main))

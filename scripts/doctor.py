@@ -56,7 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         from scripts.operate.findings import Findings
         from server.cli import parse
     except ImportError as error:
-        print(f"fail  packages: {error}: install requirements.txt with pip", file=sys.stderr)
+        print(
+            f"fail  packages: {error} in {sys.executable}: use the Python that has them, e.g. "
+            ".venv/bin/python, or install requirements.txt with pip",
+            file=sys.stderr,
+        )
         return 1
     try:
         server, engine = parse(flags)

@@ -13,6 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from server.command import run_command
+
 DESCRIPTION = """Ask a server for everything that clients rely on, and compare the answers: streamed and
 whole, with seeds, stop strings, log-probabilities, wrong requests, clients that go away, many at once.
 
@@ -96,4 +98,4 @@ def check_own(found: Any, args: argparse.Namespace, flags: list[str], names: lis
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("selftest.py", main))

@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.loadtest import options
+from server.command import run_command
 
 DESCRIPTION = """Find settings of serve.py that are better for your load than those it takes by itself:
 
@@ -179,4 +180,4 @@ def flags_given(serve_flags: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("tune.py", main))

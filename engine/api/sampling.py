@@ -1,6 +1,6 @@
 """Sampling parameters: one type for HTTP requests, for the wire and for offline use."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -31,6 +31,9 @@ MAX_STOP_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_TEXT = 256  # characters of a stop string or a bad word
 
+Kind = Literal["json", "regex", "choice", "grammar"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
 
 class StructuredOutput(msgspec.Struct, array_like=True, frozen=True):
     """What the text of a completion has to look like.
@@ -42,9 +45,21 @@ class StructuredOutput(msgspec.Struct, array_like=True, frozen=True):
     grammar   a context-free grammar in Lark's notation
     """
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Kind
     value: str
     param: str = "structured"  # the request's field that asks for it, for error messages
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ParamError(
+                self.param, f"kind must be one of {', '.join(KINDS)}, got {self.kind!r:.80}"
+            )
+        if not isinstance(self.value, str):
+            raise ParamError(
+                self.param,
+                f"the value of kind {self.kind} must be text (json.dumps makes it of a schema or a "
+                f"list), got {self.value!r:.80}",
+            )
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=False):
@@ -125,6 +140,12 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         self._check_constraints()
 
     def _check_constraints(self) -> None:
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise ParamError(
+                "structured",
+                "structured must be a StructuredOutput(kind, value), such as "
+                f"StructuredOutput('json', '{{}}'), got {self.structured!r:.80}",
+            )
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ParamError(

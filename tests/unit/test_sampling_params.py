@@ -1,11 +1,12 @@
 """SamplingParams refuses what it cannot mean, naming the field."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.api.sampling import ParamError, SamplingParams
+from engine.api.sampling import ParamError, SamplingParams, StructuredOutput
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,19 @@ def test_integers_are_numbers_where_numbers_are_wanted() -> None:
 
 def test_without_max_tokens_min_tokens_has_no_bound() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=10**9).min_tokens == 10**9
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SamplingParams(structured={"json": "{}"}), "must be a StructuredOutput"),  # type: ignore[arg-type]
+        (lambda: StructuredOutput("jsn", "{}"), "kind must be one of json, regex"),  # type: ignore[arg-type]
+        (lambda: StructuredOutput("json", {"type": "object"}), "json.dumps"),  # type: ignore[arg-type]
+        (lambda: StructuredOutput("choice", ["a", "b"]), "must be text"),  # type: ignore[arg-type]
+    ],
+)
+def test_structured_output_of_a_wrong_form_is_told_at_once(
+    make: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(ParamError, match=words):
+        make()
