@@ -1,6 +1,6 @@
 """Build an engine in a visible order: model description, decisions, weights, KV cache, loop.
 
-Both faces use it: the engine process (engine/main.py) and the offline `LLM` (engine/llm.py).
+Both faces use it: the engine process (engine/main.py) and offline use (engine/offline.py).
 """
 
 import logging

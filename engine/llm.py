@@ -6,20 +6,16 @@
     outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=32))
     print(outputs[0].outputs[0].text)
 
-Prompts are encoded, and completions turned into text, by the functions that the tokenizer process of
-the server runs; so both faces give the same text.
+Below it is the whole engine in this process (engine/offline.py), with the functions that the server's
+processes run; so both faces give the same text.
 """
 
 import dataclasses
 import difflib
 import gc
 import itertools
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,28 +26,19 @@ from tqdm import tqdm
 
 from engine.api.config import ConfigError, EngineConfig
 from engine.api.messages import (
-    AbortReason,
-    AbortRequests,
     ChatPrompt,
     Deltas,
     FinishReason,
     Generate,
     Prompt,
-    StepOutput,
+    RequestError,
     TextPrompt,
     TokenLogprobText,
     TokenPrompt,
 )
 from engine.api.sampling import SamplingParams, StructuredOutput
-from engine.build import build_engine
-from engine.models.config import ModelConfig
-from engine.weights.gguf import convert_gguf
-from server.default_model import BarProgress, ensure_default_model
-from tokenizer_proc.encode import Encoder
-from tokenizer_proc.loading import check_fits_model, load_tokenizer
-from tokenizer_proc.pipeline import TextPipeline, choice_ids
+from engine.offline import OfflineEngine, uninterrupted
 from tokenizer_proc.prepare import PreparedRequest
-from tokenizer_proc.vocabulary import Vocabulary
 
 PromptInput = str | Sequence[int] | dict[str, Any]
 
@@ -118,21 +105,10 @@ class LLM:
         chat_template: str = "",
         **settings: Any,
     ) -> None:
-        path = str(model) or str(ensure_default_model(BarProgress()))
-        self.converted: tempfile.TemporaryDirectory[str] | None = None
-        if path.endswith(".gguf") and not tokenizer:  # its tokenizer is in the file
-            self.converted = tempfile.TemporaryDirectory(prefix="sluice-gguf-")
-            convert_gguf(path, self.converted.name)
-            path = self.converted.name
-        self.config = make_config(path, tokenizer, settings)
-        ModelConfig.from_directory(path)  # a wrong path is told before anything takes time
-        self.tokenizer = load_tokenizer(tokenizer or path, chat_template)
-        self.engine = build_engine(self.config, self._receive)
-        self.limits = self.engine.limits
-        check_fits_model(self.tokenizer, self.limits.vocab_size)
-        self.pipeline = TextPipeline(
-            Encoder(self.tokenizer), Vocabulary(self.tokenizer), self.limits, self.config.seed
-        )
+        config = make_config(str(model), tokenizer, settings)
+        self.engine = OfflineEngine(config, chat_template, self._on_deltas, self._on_error)
+        self.config = self.engine.config
+        self.tokenizer = self.engine.tokenizer
         self.ids = itertools.count(1)
         self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self.num_generated = 0
@@ -146,12 +122,12 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free weights and KV cache. The object cannot be used afterwards."""
+        if self.is_shut_down:
+            return
         self.live.clear()
         self.is_shut_down = True
-        self.pipeline.close()
-        del self.engine, self.pipeline
-        if self.converted is not None:
-            self.converted.cleanup()
+        self.engine.shutdown()
+        del self.engine
         gc.collect()
 
     def generate(
@@ -229,7 +205,7 @@ class LLM:
             want_prompt_text=True,
             want_token_ids=True,
         )
-        prepared = self.pipeline.prepare(generate)
+        prepared = self.engine.pipeline.prepare(generate)
         completions = [
             CompletionOutput(
                 index=i,
@@ -244,46 +220,31 @@ class LLM:
         return output, generate, prepared
 
     def _submit(self, output: RequestOutput, generate: Generate, prepared: PreparedRequest) -> None:
-        ids = choice_ids(generate)
-        for req_id, completion in zip(ids, output.outputs, strict=True):
+        for req_id, completion in enumerate(output.outputs, generate.req_id):
             self.live[req_id] = (output, completion)
-        self.engine.loop.take([*self.pipeline.submit(generate, prepared, ids)])
+        self.engine.submit(generate, prepared)
 
     def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
         started, generated = time.monotonic(), self.num_generated
         while self.live:
             with uninterrupted():
-                self.engine.loop.step()
+                self.engine.step()
             bar.update(sum(o.finished for o in outputs) - bar.n)
             seconds = time.monotonic() - started
             rate = (self.num_generated - generated) / seconds if seconds else 0.0
             bar.set_postfix_str(f"{rate:.1f} generated tok/s", refresh=False)
-        while self.engine.loop.has_work():  # the row that an overlapped step may have wasted
-            self.engine.loop.step()
+        while self.engine.has_work():  # the row that an overlapped step may have wasted
+            self.engine.step()
 
     def _abort_all(self) -> None:
         if self.live:
             ids = list(self.live)
-            self.pipeline.output.forget(ids)
             self.live.clear()
-            self.engine.loop.take([AbortRequests(ids, AbortReason.CLIENT)])
-            while self.engine.loop.has_work():
-                self.engine.loop.step()
+            self.engine.abort(ids)
+            while self.engine.has_work():
+                self.engine.step()
 
-    def _receive(self, step: StepOutput) -> None:
-        """Output of one engine step."""
-        deltas, abort_ids = self.pipeline.output.process(step)
-        if abort_ids:
-            self.engine.loop.take([AbortRequests(abort_ids, AbortReason.STOP_STRING)])
-        self._apply(deltas)
-        for error in self.pipeline.output.rejected(step):
-            for req_id in range(error.req_id, error.req_id + error.n):
-                output, completion = self.live.pop(req_id)
-                completion.finish_reason = "error"
-                completion.text = error.message
-                output.finished = all(c.finish_reason for c in output.outputs)
-
-    def _apply(self, deltas: Deltas) -> None:
+    def _on_deltas(self, deltas: Deltas) -> None:
         for req_id, cached, _ in deltas.started:
             output = self.live[req_id][0]
             output.num_cached_tokens = max(output.num_cached_tokens, cached)
@@ -308,28 +269,19 @@ class LLM:
             completion.stop_reason = stop_reason
             output.finished = all(c.finish_reason for c in output.outputs)
 
+    def _on_error(self, error: RequestError) -> None:
+        for req_id in range(error.req_id, error.req_id + error.n):
+            output, completion = self.live.pop(req_id)
+            completion.finish_reason = "error"
+            completion.text = error.message
+            output.finished = all(c.finish_reason for c in output.outputs)
+
 
 def by_token(entry: TokenLogprobText) -> dict[int, Logprob] | None:
     if entry.rank == 0:  # the first token of a prompt
         return None
     ranked = entry.ranked(len(entry.top))
     return {e.token_id: Logprob(e.logprob, rank, e.token) for rank, e in ranked}
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold a Ctrl-C back until the end: a step cut in the middle would leave the engine in pieces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python interrupts the main thread only
-        return
-    caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
 
 
 # --- arguments ----------------------------------------------------------------------------------------

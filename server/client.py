@@ -1,26 +1,16 @@
-"""EngineClient: the only user of the server's sockets.
+"""EngineClient: requests on their way through the other processes.
 
-    ingress  PUSH, connects    Generate, Abort, Tokenize, Detokenize   -> tokenizer_proc
-    replies  PULL, binds       Accepted, Deltas, RequestError, ...     <- tokenizer_proc
-    state    PULL, binds       EngineState, EngineStats, EngineFailed  <- engine
-
-The sockets are plain ZeroMQ sockets whose file descriptors the event loop watches, so a message
-costs one callback and no task switch. ZeroMQ signals edges, not levels: a callback must read until
-the socket is empty, or ask to be called again.
-
-This table owns a request until its own terminal event: the last `Deltas`, a `RequestError`, or an
+It owns a request until its own terminal event: the last `Deltas`, a `RequestError`, or an
 `abort` from here. Messages that arrive after that are dropped and counted.
 """
 
 import asyncio
-import logging
 import time
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import zmq
 
 from engine.api.inspection import AnyReport
 from engine.api.messages import (
@@ -38,30 +28,21 @@ from engine.api.messages import (
     EngineStats,
     FinishReason,
     Generate,
-    Ingress,
     Inspect,
     Inspection,
     Prompt,
-    Replies,
     RequestError,
-    Sockets,
-    State,
     Subject,
     Tokenize,
     TokenizeResult,
     TokenizerReady,
-    decoder,
-    encoder,
 )
 from engine.api.sampling import SamplingParams, StructuredOutput
 from server.errors import ApiError
 from server.health import EngineStatus
+from server.link import Link
 from server.metrics import Metrics
 from server.stream import FINISH_NAMES, Choice, RequestStream, Turn
-
-logger = logging.getLogger(__name__)
-
-MESSAGES_PER_CALLBACK = 64  # then other callbacks get their turn
 
 
 class GenerateOptions(msgspec.Struct, frozen=True):
@@ -83,24 +64,17 @@ class GenerateOptions(msgspec.Struct, frozen=True):
 class EngineClient:
     """Sends requests to the other processes and hands what comes back to their streams."""
 
-    def __init__(self, sockets: Sockets, status: EngineStatus, metrics: Metrics) -> None:
+    def __init__(self, link: Link, status: EngineStatus, metrics: Metrics) -> None:
         self.status = status
         self.metrics = metrics
-        self._addresses = sockets
-        self._context = zmq.Context(io_threads=1)
-        self._ingress = self._context.socket(zmq.PUSH)
-        self._replies = self._context.socket(zmq.PULL)
-        self._state = self._context.socket(zmq.PULL)
-        self._encoder = encoder()
-        self._replies_decoder = decoder(Replies)
-        self._state_decoder = decoder(State)
+        self._link = link
         self._choices: dict[int, Choice] = {}  # live ones, by request id
         self._turn = Turn()
         self._num_queued = 0  # live choices that the engine has not started
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_id = 1
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_reply: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            # from tokenizer_proc
             Deltas: self._on_deltas,
             Accepted: self._on_accepted,
             RequestError: self._on_request_error,
@@ -108,25 +82,20 @@ class EngineClient:
             TokenizeResult: self._on_call_result,
             DetokenizeResult: self._on_call_result,
             CallError: self._on_call_error,
+            # from the engine
+            EngineState: self.status.on_state,
+            EngineStats: self._on_stats,
+            EngineFailed: self._on_failed,
+            ControlResult: self._on_control_result,
+            Inspection: self._on_call_result,
         }
 
     def start(self) -> None:
-        """Bind and watch the sockets. Call from a coroutine, before the other processes start."""
-        self._loop = asyncio.get_running_loop()
-        for socket in (self._ingress, self._replies, self._state):
-            socket.set_hwm(0)  # no message is ever dropped or blocks its sender
-            socket.linger = 0
-        self._replies.bind(self._addresses.replies)
-        self._state.bind(self._addresses.state)
-        self._ingress.connect(self._addresses.ingress)
-        self._watch(self._replies, self._read_reply)
-        self._watch(self._state, self._read_state)
+        """Listen to the other processes, which start after this."""
+        self._link.start(self._on_reply, self._on_state)
 
     def close(self) -> None:
-        assert self._loop is not None
-        for socket in (self._replies, self._state):
-            self._loop.remove_reader(descriptor(socket))
-        self._context.destroy(linger=0)
+        self._link.close()
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -171,7 +140,7 @@ class EngineClient:
                 for choice_id in range(req_id, req_id + n):
                     self._choices[choice_id] = stream.add_choice(choice_id, prompt_index)
                 self._num_queued += n
-                self._send(
+                self._link.send(
                     Generate(
                         req_id=req_id,
                         prompt=prompt,
@@ -197,7 +166,7 @@ class EngineClient:
         stream.close()
         aborted = [c for c in stream.choices if self._remove(c.req_id) is not None]
         if aborted:
-            self._send(Abort(req_ids=[c.req_id for c in aborted]))
+            self._link.send(Abort(req_ids=[c.req_id for c in aborted]))
         for choice in aborted:
             self.metrics.request_aborted(choice, failed=stream.error is not None)
 
@@ -236,15 +205,14 @@ class EngineClient:
         return answer.report
 
     async def _call(self, call_id: int, message: Tokenize | Detokenize | Control | Inspect) -> Any:
-        assert self._loop is not None
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         self._update_has_work()
         try:
-            self._send(message)
+            self._link.send(message)
             return await future
         except asyncio.CancelledError:  # the client has gone
-            self._send(Abort(req_ids=[call_id]))
+            self._link.send(Abort(req_ids=[call_id]))
             raise
         finally:
             del self._calls[call_id]
@@ -254,9 +222,6 @@ class EngineClient:
         first = self._next_id
         self._next_id += n
         return first
-
-    def _send(self, message: Ingress) -> None:
-        self._ingress.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _remove(self, req_id: int) -> Choice | None:
         choice = self._choices.pop(req_id, None)
@@ -271,42 +236,19 @@ class EngineClient:
 
     # --- messages -----------------------------------------------------------------------------------
 
-    def _watch(self, socket: "zmq.Socket[bytes]", read: Callable[[bytes], None]) -> None:
-        loop = self._loop
-        assert loop is not None
-
-        def on_readable() -> None:
-            for _ in range(MESSAGES_PER_CALLBACK):
-                # Asking costs a microsecond, zmq.Again several.
-                if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                    return
-                try:
-                    read(socket.recv(zmq.NOBLOCK))
-                except Exception:  # a bad message must not end the reading of all others
-                    logger.exception("dropped a message that could not be handled")
-            loop.call_soon(on_readable)
-
-        loop.add_reader(descriptor(socket), on_readable)
-        loop.call_soon(on_readable)
-
-    def _read_reply(self, frame: bytes) -> None:
-        message = self._replies_decoder.decode(frame)
+    def _on_reply(self, message: Any) -> None:
         self.status.on_reply()
-        self._on_reply[type(message)](message)
+        self._handlers[type(message)](message)
 
-    def _read_state(self, frame: bytes) -> None:
-        message = self._state_decoder.decode(frame)
-        if isinstance(message, EngineState):
-            self.status.on_state(message)
-        elif isinstance(message, EngineStats):
-            self.metrics.engine_stats(self.status.stats, message)
-            self.status.on_stats(message)
-        elif isinstance(message, ControlResult):
-            self._on_control_result(message)
-        elif isinstance(message, Inspection):
-            self._on_call_result(message)
-        elif isinstance(message, EngineFailed):
-            self.status.failure = message
+    def _on_state(self, message: Any) -> None:
+        self._handlers[type(message)](message)
+
+    def _on_stats(self, stats: EngineStats) -> None:
+        self.metrics.engine_stats(self.status.stats, stats)
+        self.status.on_stats(stats)
+
+    def _on_failed(self, failure: EngineFailed) -> None:
+        self.status.failure = failure
 
     def _on_deltas(self, deltas: Deltas) -> None:
         now = time.monotonic_ns()
@@ -424,9 +366,3 @@ class EngineClient:
         future = self._calls.get(error.call_id)
         if future is not None and not future.done():
             future.set_exception(ApiError(error.status, error.code, error.message, error.param))
-
-
-def descriptor(socket: "zmq.Socket[bytes]") -> int:
-    number = socket.getsockopt(zmq.FD)
-    assert isinstance(number, int)
-    return number

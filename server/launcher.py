@@ -27,6 +27,7 @@ from server.client import EngineClient
 from server.config import ServerConfig, shown_settings
 from server.health import EngineStatus
 from server.http_server import HttpServer, bind, close_all, is_loopback, url_of
+from server.link import SocketLink
 from server.metrics import Exporter, Metrics
 from server.model_check import model_digest, sampling_defaults
 from server.processes import Child, run_with_progress
@@ -74,7 +75,9 @@ class Launcher:
         self.port = listeners[0].getsockname()[1]
         self.status = EngineStatus(stall_timeout_s=server.stall_timeout)
         self.metrics = Metrics()
-        self.client = EngineClient(Sockets.in_directory(run_dir), self.status, self.metrics)
+        self.client = EngineClient(
+            SocketLink(Sockets.in_directory(run_dir)), self.status, self.metrics
+        )
         names = server.served_model_name or [engine.model or default_model_name()]
         exporter = Exporter(self.metrics, self.status, names[0], server.max_queued_requests)
         self.service = Service(server, self.client, exporter, names, engine_config=engine)

@@ -1,7 +1,6 @@
 """Answers the lines of a batch with an engine in this process."""
 
 import asyncio
-import dataclasses
 import logging
 import time
 import uuid
@@ -13,12 +12,17 @@ import orjson
 from tqdm import tqdm
 
 from engine.api.config import EngineConfig
-from engine.llm import uninterrupted
+from engine.offline import uninterrupted
 from scripts.operate.batch_file import Input, Line, Output
-from scripts.operate.local_client import BatchLLM, LocalClient, make_service
+from scripts.operate.local_link import LocalLink
+from server.client import EngineClient
 from server.config import ServerConfig
 from server.deadline import Deadline
 from server.errors import ApiError, internal_error, unsupported
+from server.health import EngineStatus
+from server.launcher import default_model_name
+from server.metrics import Exporter, Metrics
+from server.model_check import model_digest, sampling_defaults
 from server.routes.chat import chat_work
 from server.routes.completions import completion_work
 from server.routes.generate import Format, Generation, submit
@@ -49,19 +53,20 @@ class BatchRun:
     def __init__(
         self,
         service: Service,
-        client: LocalClient,
+        link: LocalLink,
         lines: Iterator[tuple[Line, dict[str, Any]]],
         output: Output,
         bar: "tqdm[Any]",
     ) -> None:
         self.service = service
-        self.client = client
+        self.client = service.client
+        self.link = link
         self.lines = lines
         self.output = output
         self.bar = bar
         self.jobs: list[Job] = []
         self.num_tokens = 0
-        limits = client.status.limits
+        limits = self.client.status.limits
         assert limits is not None
         self.most_live = QUEUE_FACTOR * limits.max_num_seqs
 
@@ -71,7 +76,7 @@ class BatchRun:
         try:
             while self.fill() or self.jobs:
                 with uninterrupted():
-                    self.client.step()
+                    self.link.step()
                     self.write_ended()
                 rate = self.num_tokens / (time.monotonic() - started)
                 self.bar.set_postfix_str(f"{rate:.1f} generated tok/s", refresh=False)
@@ -156,20 +161,28 @@ def answer(
     server: ServerConfig, engine: EngineConfig, wanted: Input, lines: list[Line], output: Output
 ) -> None:
     """Load the model and answer `lines`. Raises ConfigError, KeyboardInterrupt."""
-    settings = dataclasses.asdict(engine)
-    del settings["model"], settings["tokenizer"]
-    llm = BatchLLM(
-        engine.model, tokenizer=engine.tokenizer, chat_template=server.chat_template, **settings
-    )
-    client = LocalClient(llm)
+    link = LocalLink(engine, server.chat_template)
     done = len(wanted.lines) - len(lines)
     try:
         with tqdm(total=len(wanted.lines), initial=done, desc="requests", disable=None) as bar:
-            service = make_service(server, engine, client)
-            asyncio.run(BatchRun(service, client, wanted.read(lines), output, bar).run())
+            service = make_service(server, engine, link)
+            asyncio.run(BatchRun(service, link, wanted.read(lines), output, bar).run())
     finally:
-        client.close()
-        llm.shutdown()
+        link.close()
+
+
+def make_service(server: ServerConfig, engine: EngineConfig, link: LocalLink) -> Service:
+    """What the server's routes know: names, defaults of requests, limits, rules for chats."""
+    client = EngineClient(link, EngineStatus(stall_timeout_s=0.0), Metrics())
+    client.start()
+    model = link.engine.config.model
+    names = server.served_model_name or [engine.model or default_model_name()]
+    exporter = Exporter(client.metrics, client.status, names[0], server.max_queued_requests)
+    service = Service(server, client, exporter, names, engine_config=link.engine.config)
+    service.model_digest = model_digest(model)
+    if server.generation_config == "auto":
+        service.defaults = sampling_defaults(model)
+    return service
 
 
 class InvalidLine(ValueError):

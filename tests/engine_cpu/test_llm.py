@@ -285,10 +285,13 @@ def test_shutdown_ends_the_processes_that_it_started(tmp_path):
     llm = LLM(make_tiny("llama", tmp_path), dtype="float32", cpu_threads=1, num_blocks=16)
     form = StructuredOutput("regex", "[0-9]")
     llm.generate("x", SamplingParams(max_tokens=2, structured=form), use_tqdm=False)
-    renderers = llm.pipeline.encoder.chat._renderer._idle
-    pids = [process.pid for process in [*renderers, llm.pipeline.constraints.checker.process]]
+    renderers = llm.engine.pipeline.encoder.chat._renderer._idle
+    pids = [
+        process.pid for process in [*renderers, llm.engine.pipeline.constraints.checker.process]
+    ]
     assert len(pids) == 2
     llm.shutdown()
+    llm.shutdown()  # as at the end of a `with` block
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

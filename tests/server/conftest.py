@@ -26,6 +26,7 @@ from server.client import EngineClient
 from server.config import ServerConfig
 from server.health import EngineStatus
 from server.http_server import HttpServer, bind
+from server.link import SocketLink
 from server.metrics import Exporter, Metrics
 from server.service import Service
 from server.tls import TlsContext, tls_context
@@ -83,7 +84,7 @@ async def running_site(ready: bool = True, **settings: Any) -> AsyncIterator[Sit
     names = config.served_model_name or ["tiny"]
     with tempfile.TemporaryDirectory(prefix="sluice-test-") as run_dir:
         metrics, status = Metrics(), EngineStatus(stall_timeout_s=config.stall_timeout)
-        client = EngineClient(Sockets.in_directory(run_dir), status, metrics)
+        client = EngineClient(SocketLink(Sockets.in_directory(run_dir)), status, metrics)
         exporter = Exporter(metrics, status, names[0], config.max_queued_requests)
         service = Service(config, client, exporter, names)
         listeners = bind(config.host, config.port)

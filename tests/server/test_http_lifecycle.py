@@ -71,7 +71,7 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing(
     """The second of two prompts fails: the first is aborted, and neither counts as queued."""
     client = site.service.client
     site.backend.script = lambda g: Script(hold="queued")
-    send = client._send
+    send = client._link.send
 
     def broken(message: Any) -> None:
         if isinstance(message, Generate) and message.req_id > first:
@@ -80,7 +80,7 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing(
 
     first = client._next_id
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_send", broken)
+        patch.setattr(client._link, "send", broken)
         assert (await site.post("/v1/completions", {"prompt": ["a", "b"], "n": 3}))[0] == 500
     assert (client.num_live, client.num_queued, client.status.has_work) == (0, 0, False)
     await eventually(lambda: set(range(first, first + 6)) <= site.backend.aborted)
