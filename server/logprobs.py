@@ -5,13 +5,6 @@ from typing import Any
 
 from engine.api.messages import LogprobEntry, TokenLogprobText
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write
-
-
-def finite_logprob(logprob: float) -> float:
-    """Never -inf nor NaN: neither can be written as JSON."""
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
-
 
 def token_name(entry: LogprobEntry, as_ids: bool) -> str:
     """The token as text, or as `token_id:N`, which tells apart tokens of the same text."""
@@ -37,7 +30,7 @@ class CompletionLogprobs:
             "tokens": [
                 token_name(entry.chosen, True) if self._as_ids else entry.text for entry in entries
             ],
-            "token_logprobs": [e and finite_logprob(e.chosen.logprob) for e in known],
+            "token_logprobs": [e and e.chosen.logprob for e in known],
             "top_logprobs": [e and self._top(e) for e in known],
             "text_offset": [self._next_offset(entry) for entry in entries],
         }
@@ -51,7 +44,7 @@ class CompletionLogprobs:
         """The k best and the token itself; of two ids with the same text, the likelier one counts."""
         top: dict[str, float] = {}
         for candidate in (*entry.top[: self._num_top], entry.chosen):
-            name, logprob = token_name(candidate, self._as_ids), finite_logprob(candidate.logprob)
+            name, logprob = token_name(candidate, self._as_ids), candidate.logprob
             if logprob > top.get(name, -float("inf")):
                 top[name] = logprob
         return top
@@ -75,7 +68,7 @@ def chat_logprobs(
 def _chat_entry(entry: LogprobEntry, as_ids: bool) -> dict[str, Any]:
     return {
         "token": token_name(entry, as_ids),
-        "logprob": finite_logprob(entry.logprob),
+        "logprob": entry.logprob,
         "bytes": list(entry.bytes),
     }
 
@@ -89,7 +82,7 @@ def prompt_logprobs(
         if entry.rank == 0
         else {
             str(candidate.token_id): {
-                "logprob": finite_logprob(candidate.logprob),
+                "logprob": candidate.logprob,
                 "rank": rank,
                 "decoded_token": candidate.token,
             }

@@ -45,8 +45,3 @@ def token_text(vocabulary: Vocabulary, token_id: int) -> str:
         pieces = vocabulary.everything.pieces[token_id]
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in pieces)
     return text or vocabulary.name(token_id)
-
-
-def token_bytes(vocabulary: Vocabulary, token_id: int, skip_special_tokens: bool) -> bytes:
-    """What the token adds to the text; b"" for special tokens that render to nothing."""
-    return vocabulary.table(skip_special_tokens).pieces[token_id]

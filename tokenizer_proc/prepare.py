@@ -173,19 +173,20 @@ def resolve_max_tokens(
 
 def check_param_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise PromptError unless the token ids among the parameters exist in the model."""
+    known = f"ids of this model are 0 to {vocab_size - 1}"
     for field, ids in (
         ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", list(params.logit_bias)),
         ("allowed_token_ids", params.allowed_token_ids or []),
     ):
-        for token_id in ids:
+        for place, token_id in enumerate(ids):
             if not 0 <= token_id < vocab_size:
-                raise PromptError(
-                    400,
-                    "invalid_value",
-                    f"{field} has token id {token_id}; ids of this model are 0 to {vocab_size - 1}",
-                    field,
-                )
+                where = f"{field}[{place}]"
+                message = f"{where} is token id {token_id}; {known}"
+                raise PromptError(400, "invalid_token_id", message, where)
+    for token_id in params.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            message = f"logit_bias has token id {token_id}; {known}"
+            raise PromptError(400, "invalid_value", message, "logit_bias")
 
 
 def resolve_seed(seed: int | None, default_seed: int) -> int:

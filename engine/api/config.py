@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 # Above them no machine gains, and threads or tables fail in ways that no message explains.
 MOST_THREADS = 1024
@@ -44,9 +44,6 @@ class ConfigError(ValueError):
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
 
 @dataclass(frozen=True)

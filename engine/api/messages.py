@@ -264,7 +264,7 @@ class RequestError(Message):
 class LogprobEntry(Message):
     token_id: int
     token: str  # text; bytes of an incomplete character as `bytes:\\xNN`
-    logprob: float
+    logprob: float  # finite: -9999 stands for minus infinity, which JSON cannot express
     bytes: bytes  # the token's true bytes; empty for special tokens that render to nothing
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from scripts.fuzz.values import near, right
 
-BIG = 50  # completions of one request, but for a few
 SPLICES = [
     b"NaN", b"Infinity", b"1e400", b"-", b"\xff\xfe", b"\xef\xbb\xbf", b"\\ud800", b"\x00", b"[" * 300,
     b"{" * 300, b'{"a":' * 200, b"]", b"}", b'"', b",", b"\\u0000", b"9" * 400, b"null", b"'", b"\n",

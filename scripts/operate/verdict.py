@@ -10,8 +10,6 @@ from scripts.operate.search import RUNGS, Search, noise_of
 from scripts.operate.trial import Trial
 from server.config import SECRETS
 
-WIDTH = 100
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -28,7 +28,7 @@ from server.client import GenerateOptions
 from server.deadline import Deadline
 from server.errors import ApiError, internal_error
 from server.request_metrics import request_metrics
-from server.schema.sampling import StreamOptions, check_vocabulary
+from server.schema.sampling import StreamOptions
 from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
 
@@ -98,9 +98,13 @@ async def respond(
     request: web.Request, generation: Generation, fmt: Format, arrival_ns: int
 ) -> web.StreamResponse:
     service = request.app[SERVICE]
-    service.check_queue(len(generation.prompts) * generation.options.params.n)
-    stream = submit(generation, service, arrival_ns)
     notes = request[NOTES]
+    allowance = service.allowances[notes.key]
+    num_completions = len(generation.prompts) * generation.options.params.n
+    service.check_queue(num_completions)
+    allowance.check(num_completions)
+    stream = submit(generation, service, arrival_ns)
+    allowance.begin(num_completions)
     notes.stream, notes.prompts = stream, generation.prompts
     request_id = notes.request_id
     service.live[stream] = request_id
@@ -124,15 +128,14 @@ async def respond(
         service.client.abort(stream)
         del service.live[stream]
         notes.usage = usage_of(stream)
+        allowance.end(num_completions, notes.usage["total_tokens"])
         logger.debug("request id=%s returned: %s", request_id, notes.usage)
 
 
 def submit(generation: Generation, service: Service, arrival_ns: int) -> RequestStream:
     """Hand it to the engine. The caller must `abort` the stream in a `finally`. Raises ApiError."""
     client, options = service.client, generation.options
-    params, limits = options.params, client.status.limits
-    if limits is not None:
-        check_vocabulary(params, limits.vocab_size)
+    params = options.params
     client.metrics.params_n.observe(params.n)
     if params.max_tokens is not None:
         client.metrics.params_max_tokens.observe(params.max_tokens)

@@ -249,26 +249,3 @@ def check_stream_options(values: dict[str, Any]) -> StreamOptions:
     if not values["stream"]:
         raise invalid_value("stream_options", "stream_options needs stream: true")
     return options
-
-
-def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Token ids among the parameters must exist in the model."""
-    lists = {
-        "stop_token_ids": params.stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids or [],
-    }
-    for name, token_ids in lists.items():
-        for i, token_id in enumerate(token_ids):
-            if token_id >= vocab_size:
-                raise ApiError(
-                    400,
-                    "invalid_token_id",
-                    f"{name}[{i}] is {token_id}, but the vocabulary has {vocab_size} tokens",
-                    f"{name}[{i}]",
-                )
-    for token_id in params.logit_bias:
-        if token_id >= vocab_size:
-            raise invalid_value(
-                "logit_bias",
-                f"logit_bias names token {token_id}, but the vocabulary has {vocab_size} tokens",
-            )

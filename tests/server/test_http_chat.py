@@ -86,7 +86,7 @@ async def test_official_async_client(site: Site) -> None:
 
 
 async def test_logprobs(site: Site) -> None:
-    entries = [logprob("a", -0.5, [("a", -0.5), ("b", float("-inf"))])]
+    entries = [logprob("a", -0.5, [("a", -0.5), ("b", -9999.0)])]
     site.backend.script = lambda g: Script(["a"], logprobs=entries)
     _, answer = await site.post(
         "/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}

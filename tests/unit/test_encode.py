@@ -267,8 +267,9 @@ def test_prompt_ids_out_of_the_vocabulary_name_position_and_id(bad):
 
 
 def test_ids_among_the_parameters_must_exist():
-    error = error_of(tokens(4), stop_token_ids=[5, VOCAB])
-    assert (error.status, error.code, error.param) == (400, "invalid_value", "stop_token_ids")
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        error = error_of(tokens(4), **{field: [5, VOCAB]})
+        assert (error.status, error.code, error.param) == (400, "invalid_token_id", f"{field}[1]")
     error = error_of(tokens(4), logit_bias={VOCAB: 1.0})
     assert (error.code, error.param) == ("invalid_value", "logit_bias")
     assert make(tokens(4), logit_bias={VOCAB - 1: 1.0}, stop_token_ids=[0]).requests

@@ -5,11 +5,16 @@ import numpy as np
 from engine.api.messages import FinishReason, TokenLogprobs
 from tests.unit.test_output import TOKENIZER, VOCABULARY, add, ids_of, step
 from tests.unit.tokenizers_for_tests import byte_fallback, word_piece
-from tokenizer_proc.logprobs import token_bytes, token_text, with_text
+from tokenizer_proc.logprobs import token_text, with_text
 from tokenizer_proc.output import OutputProcessor
 from tokenizer_proc.vocabulary import Vocabulary
 
 EOS = TOKENIZER.eos_token_id
+
+
+def token_bytes(vocabulary, token_id, skip_special_tokens):
+    """What the token adds to the text."""
+    return vocabulary.table(skip_special_tokens).pieces[token_id]
 
 
 def entry(index, top_ids=(), top_logprobs=()):
