@@ -5,6 +5,7 @@ found by bisection (0.4 us; the client library's takes a lock for each observati
 library only writes the text, from a collector that reads these numbers when asked.
 """
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -96,6 +97,7 @@ class Metrics:
     http_requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by path and status
     late_messages: int = 0
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    start_time: float = field(default_factory=time.time)  # Unix time
 
     def request_started(self, queue_us: int) -> None:
         self.queue_time.observe(queue_us * 1e-6)
@@ -322,6 +324,9 @@ class Exporter:
         yield http
         yield self._counter(
             "srv:late_messages", "Messages for requests that had ended.", m.late_messages
+        )
+        yield self._gauge(
+            "srv:start_time_seconds", "Unix time of this process's start.", m.start_time
         )
         yield self._gauge("srv:queue_limit", "Queued requests before 429.", self.queue_limit)
         memory = GaugeMetricFamily(

@@ -1,5 +1,7 @@
 """/metrics: the names that dashboards read, and numbers that add up."""
 
+import time
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -89,6 +91,13 @@ async def test_counts_of_requests(site: Site) -> None:
     assert found["vllm:request_queue_time_seconds_sum"] == pytest.approx(2 * 0.0015)
     assert await site.metric('srv:rejected_requests_total{code="invalid_value"') == 1
     assert await site.metric('vllm:request_success_total{engine="0",finished_reason="stop"') == 2
+
+
+async def test_the_start_is_told_even_if_nobody_asks_for_anything(site: Site) -> None:
+    """A restart shows as a change of it; counters that are still 0 show none."""
+    started = (await samples(site))["srv:start_time_seconds"]
+    assert 0 <= time.time() - started < 3600
+    assert (await samples(site))["srv:start_time_seconds"] == started
 
 
 async def test_names_that_appear_with_their_first_event(site: Site) -> None:
