@@ -48,7 +48,7 @@ class Inbox(Protocol):
 
 
 @dataclass(slots=True)
-class Launched:
+class InFlight:
     plan: StepPlan
     handle: StepHandle
     started: float  # time.monotonic()
@@ -71,7 +71,7 @@ class StepLoop:
         self.overlap = overlap
         self.epoch = epoch
         self.gate = GrammarGate(runner.constraints.grammars)
-        self.in_flight: Launched | None = None
+        self.in_flight: InFlight | None = None
         self.steps = 0
         self.step_seconds = 0.0  # wall time with a step in flight
         self.last_commit = 0.0
@@ -145,15 +145,15 @@ class StepLoop:
             rejection = Rejection("invalid_schema", message, 0, 0) if error else None
             self.scheduler.add(request, time.monotonic_ns(), rejection)
 
-    def launch(self, plan: StepPlan) -> Launched:
-        return Launched(plan, self.runner.launch(plan), self.step_started)
+    def launch(self, plan: StepPlan) -> InFlight:
+        return InFlight(plan, self.runner.launch(plan), self.step_started)
 
-    def finish(self, launched: Launched) -> Launched:
+    def finish(self, launched: InFlight) -> InFlight:
         """Sample, if that needed the tokens just committed."""
         self.runner.finish(launched.handle)
         return launched
 
-    def attempt(self, plan: StepPlan, work: Callable[[], Launched]) -> Launched | None:
+    def attempt(self, plan: StepPlan, work: Callable[[], InFlight]) -> InFlight | None:
         """The result of `work` on the latest plan. None if memory ran out: the requests of the plan then
         end with an error, and others go on."""
         try:
@@ -172,7 +172,7 @@ class StepLoop:
         self.runner.release_unused_memory()  # outside the handler: the traceback holds tensors
         return None
 
-    def commit(self, launched: Launched) -> None:
+    def commit(self, launched: InFlight) -> None:
         plan, result = launched.plan, launched.handle.wait()
         if result.is_bad is not None and result.is_bad.any():
             rows = plan.rows[plan.samples][result.is_bad]

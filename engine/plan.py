@@ -14,6 +14,7 @@ import numpy.typing as npt
 from engine.api.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -57,25 +58,19 @@ class StepPlan:
     num_decodes: int
     rows: Int32Array  # [B]
     num_tokens: Int32Array  # [B]; 1 for decode rows
-    num_computed: (
-        Int32Array  # [B] tokens with KV before this step: position of the row's first token
-    )
-    samples: npt.NDArray[
-        np.bool_
-    ]  # [B] does the row sample a token (false while a prompt is unfinished)
+    num_computed: Int32Array  # [B] tokens with KV before this step: position of the row's first
+    samples: BoolArray  # [B] does the row sample a token (false while a prompt is unfinished)
     prompt_tokens: Int32Array  # ids of all prefill rows, concatenated
     new_rows: list[RowInit] = field(default_factory=list)
-    appended: list[tuple[int, int, list[int]]] = field(
-        default_factory=list
-    )  # (row, index, block ids)
+    # (row, index in its block table, block ids)
+    appended: list[tuple[int, int, list[int]]] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)  # rows given back since the last plan
     req_ids: list[int] = field(default_factory=list)  # [B] for commit and for people
     prompt_spans: list[PromptSpan] = field(default_factory=list)
     # KV blocks to and from host memory (engine/kv/host_tier.py), before anything else of the step:
-    swap_out: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (device block, host slot), first
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host slot, device block), then
+    # first out, (device block, host slot), then in, (host slot, device block)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def batch_size(self) -> int:
@@ -133,6 +128,6 @@ class StepResult:
 
     token_ids: Int32Array  # [num_sampled]
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # index into token_ids -> entry
-    is_bad: npt.NDArray[np.bool_] | None = None  # [num_sampled] the row's logits held NaN
+    is_bad: BoolArray | None = None  # [num_sampled] the row's logits held NaN
     prompt_logprobs: list[SpanLogprobs] = field(default_factory=list)  # by plan.prompt_spans
     ends: dict[int, RowEnd] = field(default_factory=dict)  # index into token_ids -> why it ends

@@ -38,7 +38,7 @@ from engine.api.messages import (
     TokenizerReady,
 )
 from engine.api.sampling import SamplingParams, StructuredOutput
-from server.errors import ApiError
+from server.errors import RETRY_QUEUE_S, ApiError
 from server.health import EngineStatus
 from server.link import Link
 from server.metrics import Metrics
@@ -337,7 +337,7 @@ class EngineClient:
             param = where + param.removeprefix("prompt")
             if message.startswith("prompt["):
                 message = where + message.removeprefix("prompt")
-        retry_after = 1 if error.status in (429, 503) else None
+        retry_after = RETRY_QUEUE_S if error.status in (429, 503) else None
         stream.fail(ApiError(error.status, error.code, message, param, retry_after=retry_after))
         for _ in live:
             self.metrics.request_rejected(error.status)

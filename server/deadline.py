@@ -4,10 +4,8 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from server.errors import ApiError
+from server.errors import RETRY_QUEUE_S, ApiError
 from server.stream import RequestStream
-
-RETRY_QUEUE_S = 1
 
 
 @dataclass

@@ -16,6 +16,7 @@ TYPE_OF_STATUS = {
     504: "server_error",
 }
 
+RETRY_QUEUE_S = 1  # `Retry-After` where a queue was too long
 # Official clients retry 408, 429 and 5xx by themselves; these do not get better by retrying.
 NO_RETRY_CODES = frozenset({"engine_dead", "not_implemented", "request_timeout", "aborted"})
 

@@ -81,9 +81,7 @@ def render(question: tuple[str, dict[str, Any]]) -> list[Any]:
         return ["error", "it takes too much memory"]
     except RecursionError:
         return ["error", "it is nested too deeply"]
-    except (
-        Exception
-    ) as error:  # a template is data, of the model or a request: it may raise anything
+    except Exception as error:  # a template is data, perhaps of a request: it may raise anything
         return ["error", str(error) or type(error).__name__]
 
 

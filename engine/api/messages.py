@@ -10,7 +10,7 @@ of one host share. Any message may arrive late, twice or for an unknown id; rece
 """
 
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -28,6 +28,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, kw_only=True):
 class TextPrompt(Message):
     text: str
     add_special_tokens: bool = True
+    suffix: str = ""  # what comes after the completion, for models that can fill in the middle
 
 
 class TokenPrompt(Message):
@@ -296,13 +297,11 @@ class Deltas(Message):
     texts: list[str]
     counts: list[int]  # new generated tokens, as billed
     finished: list[tuple[int, FinishReason, str | int | None]]  # (index, reason, stop string or id)
-    logprobs: list[
-        tuple[int, list[TokenLogprobText]]
-    ] = []  # (index, entries released with the text)
+    # (index, entries released with the text)
+    logprobs: list[tuple[int, list[TokenLogprobText]]] = []
     started: list[tuple[int, int, int]] = []  # (req_id, cached prompt tokens, queue time in us)
-    prompt_logprobs: list[
-        tuple[int, list[TokenLogprobText]]
-    ] = []  # (req_id, next prompt tokens); all of a prompt come before its first text or end
+    # (req_id, next prompt tokens); all of a prompt come before its first text or end
+    prompt_logprobs: list[tuple[int, list[TokenLogprobText]]] = []
     token_ids: list[tuple[int, bytes]] = []  # (index, int32: the tokens counted), if wanted
     logprob_sums: list[tuple[int, float]] = []  # (index, sum over all tokens), with the end
 
@@ -406,8 +405,6 @@ class Inspection(Message):
 
 
 State = EngineState | EngineStats | EngineFailed | ControlResult | Inspection
-
-T = TypeVar("T")
 
 
 def encoder() -> msgspec.msgpack.Encoder:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from engine.api.messages import FinishReason
+
 RING_STEPS = 4096
 
 
@@ -45,7 +47,6 @@ SENTENCES = {
     Reason.REJECTED: "rejected: it could never run (limit {b}, needs {a})",
     Reason.DUPLICATE: "arrived again while alive: ignored",
 }
-FINISH_NAMES = ("stop", "length", "abort", "error")
 
 
 class Decision(NamedTuple):
@@ -55,7 +56,7 @@ class Decision(NamedTuple):
     b: int = 0
 
     def sentence(self) -> str:
-        finish = FINISH_NAMES[self.a] if self.reason is Reason.FINISHED else ""
+        finish = FinishReason(self.a).name.lower() if self.reason is Reason.FINISHED else ""
         return SENTENCES[self.reason].format(a=self.a, b=self.b, reason=finish)
 
 

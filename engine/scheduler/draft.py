@@ -129,9 +129,11 @@ class StepDraft:
         for request, count in self.prefills:
             end = request.num_computed
             if not request.is_scored:
-                first_token = plan.num_decodes + len(prompt_tokens)
-                spans, scoring = plan.prompt_spans, launched.scoring
-                score(request, end - count, end, first_token, spans, scoring)
+                first_token, first = plan.num_decodes + len(prompt_tokens), request.num_scored
+                span = next_span(request, end - count, end, first_token)
+                if span is not None:
+                    plan.prompt_spans.append(span)
+                    launched.scoring.append((request, first))
             prompt_tokens.extend(request.token_ids[end - count : end])
         requests = [request for request, _ in self.prefills]
         counts = [count for _, count in self.prefills]
@@ -156,15 +158,8 @@ class StepDraft:
             self.decodes.join(complete)
 
 
-def score(
-    request: Request,
-    start: int,
-    end: int,
-    first_token: int,
-    spans: list[PromptSpan],
-    scoring: list[tuple[Request, int]],
-) -> None:
-    """Report the unscored prompt tokens that computing tokens start .. end - 1 tells of.
+def next_span(request: Request, start: int, end: int, first_token: int) -> PromptSpan | None:
+    """The unscored prompt tokens that computing tokens start .. end - 1 tells of: scored from now on.
 
     `first_token`: place of token `start` in the step. A resumed request may compute only tokens that
     were scored before it was preempted: then there are none.
@@ -173,12 +168,10 @@ def score(
     num_top = request.params.prompt_logprobs
     assert start < first, "a prompt to be scored took too much from the cache"
     if first >= past or num_top is None:
-        return
-    span = PromptSpan(
+        return None
+    request.num_scored = past
+    return PromptSpan(
         first_token=first_token + first - 1 - start,
         token_ids=np.array(request.token_ids[first:past], np.int32),
         num_top=num_top,
     )
-    spans.append(span)
-    scoring.append((request, first))
-    request.num_scored = past

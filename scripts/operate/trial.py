@@ -28,9 +28,7 @@ class LoadFailed(Exception):
 
     def __init__(self, message: str, is_usage: bool = False) -> None:
         super().__init__(message)
-        self.is_usage = (
-            is_usage  # the options do not fit the server: no other trial would do better
-        )
+        self.is_usage = is_usage  # wrong options: no other trial would do better
 
 
 @dataclass
@@ -69,9 +67,7 @@ class Bench:
     num_levels: int
     figure: str
     folder: Path
-    ends_at: float = (
-        math.inf
-    )  # `time.monotonic()`: a trial that still runs then is ended, and fails
+    ends_at: float = math.inf  # `time.monotonic()`: what still runs then is ended, and fails
 
     def run(self, candidate: Candidate, rung: int, seconds: float) -> tuple[Trial, dict[str, Any]]:
         """The trial, and /server_info. A failure is part of the trial, but for wrong options.
