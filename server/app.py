@@ -102,7 +102,7 @@ async def envelope(request: web.Request, handler: Handler) -> web.StreamResponse
                 status=204, headers=service.cors.preflight_headers(request.headers)
             )
             return response
-        service.access.check(request.path, request.headers)
+        notes.key = service.access.check(request.path, request.headers)
         check_expectation(request)
         response = await handler(request)
     except ApiError as error:
@@ -182,6 +182,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     """On every response, streams and errors included."""
     notes = request.get(NOTES)  # absent where aiohttp answers before `envelope`
     response.headers["X-Request-Id"] = notes.request_id if notes else uuid.uuid4().hex
-    cors = request.app[SERVICE].cors
-    if cors is not None:
-        response.headers.update(cors.answer_headers(request.headers))
+    service = request.app[SERVICE]
+    if notes is not None:
+        response.headers.update(service.allowances[notes.key].headers())
+    if service.cors is not None:
+        response.headers.update(service.cors.answer_headers(request.headers))

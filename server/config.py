@@ -125,7 +125,8 @@ class ServerConfig:
     )
     api_key_file: str = arg(
         "",
-        "file with more keys, one a line; read once, at the start",
+        "file with more keys, one a line, each with a name and limits of its own if it needs some: "
+        "`KEY name=alice requests-per-minute=60`; read once, at the start",
         "access",
         metavar="FILE",
     )
@@ -228,6 +229,20 @@ class ServerConfig:
         "does. Without it / is 404",
         "http",
         aliases=("--disable-page",),
+    )
+    key_limits: str = arg(
+        "",
+        "what each key may ask for, where its line in --api-key-file does not say otherwise: "
+        "requests-per-minute=N, tokens-per-minute=N (prompts and completions) and live-requests=N "
+        "(completions at once), separated by commas; more gets 429, also while the server is idle",
+        "access",
+        metavar="LIMITS",
+    )
+    expose_model_path: bool = arg(
+        False,
+        "`root` in /v1/models is what --model says, not the served name: clients then know a path of "
+        "this machine",
+        "http",
     )
 
 

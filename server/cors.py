@@ -12,7 +12,14 @@ from engine.api.config import ConfigError
 from server.config import ServerConfig
 
 METHODS = ("GET", "HEAD", "POST")
-EXPOSED = "X-Request-Id, Retry-After, X-Ignored-Fields, x-should-retry"
+EXPOSED = ", ".join(
+    ["X-Request-Id", "Retry-After", "X-Ignored-Fields", "x-should-retry"]
+    + [
+        f"x-ratelimit-{x}-{of}"
+        for x in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ]
+)
 MAX_AGE_S = 600  # how long browsers may remember a preflight's answer
 
 

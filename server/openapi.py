@@ -52,7 +52,7 @@ CODES: dict[int, tuple[str, ...]] = {
     413: ("request_too_large",),
     415: ("unsupported_media_type",),
     417: ("expectation_failed",),
-    429: ("queue_full",),
+    429: ("queue_full", "rate_limit_exceeded"),
     431: ("headers_too_large",),
     500: ("aborted", "engine_dead", "internal_error"),
     501: ("not_implemented",),

@@ -33,6 +33,8 @@ def log_request(
         return
     notes = request[NOTES]
     parts = [f"id={notes.request_id} {request.method} {path} status={outcome}"]
+    if notes.key is not None and notes.key.name:
+        parts.append(f"key={notes.key.name}")
     parts += [f"{name}={value}" for name, value in details(notes).items() if value is not None]
     parts.append(f"seconds={seconds:.3f}")
     if trace := trace_of(request.headers.get("traceparent", "")):

@@ -9,15 +9,16 @@ from aiohttp import web
 
 from engine.api.config import EngineConfig
 from engine.api.messages import Prompt
-from server.access import Access
+from server.access import Access, UserKey
 from server.client import EngineClient
 from server.config import VERSION, ServerConfig
 from server.cors import CorsPolicy
 from server.deep_check import DeepCheck
-from server.errors import ApiError, missing
+from server.errors import RETRY_QUEUE_S, ApiError, missing
 from server.health import Verdict
 from server.inspection import EngineReports
 from server.metrics import Exporter
+from server.rate_limits import Allowance, KeyLimits
 from server.schema.chat_rules import ChatRules, chat_rules
 from server.schema.fields import IgnoredFields
 from server.schema.limits import refuse_unknown
@@ -25,7 +26,6 @@ from server.schema.sampling import SamplingDefaults
 from server.stream import RequestStream
 
 RETRY_LOADING_S = 5
-RETRY_QUEUE_S = 1
 
 
 @dataclass
@@ -41,12 +41,15 @@ class Service:
     model_digest: str = ""  # known once the model is found
     live: dict[RequestStream, str] = field(default_factory=dict)  # with the X-Request-Id of each
     access: Access = field(init=False)
+    allowances: dict[UserKey | None, Allowance] = field(init=False)  # None: whoever has no key
     cors: CorsPolicy | None = field(init=False)
     deep_check: DeepCheck = field(init=False)
     reports: EngineReports = field(init=False)
 
     def __post_init__(self) -> None:
         self.access = Access.from_config(self.config)
+        self.allowances = {key: Allowance(key.limits) for key in self.access.user_keys}
+        self.allowances[None] = Allowance(KeyLimits())
         self.cors = CorsPolicy.from_config(self.config)
         self.deep_check = DeepCheck(self.client)
         self.reports = EngineReports(self.client)
@@ -62,7 +65,7 @@ class Service:
         self.ignored_fields.report(names)
 
     def check_open(self) -> None:
-        """Raises ApiError 503 unless requests can be served, 429 when too many wait already."""
+        """Raises ApiError 503 unless requests can be served."""
         status = self.client.status
         if status.dead_reason:
             raise engine_dead(status.dead_reason)
@@ -154,6 +157,7 @@ class RequestNotes:
     error_code: str = ""  # of an error answered as such
     stream: RequestStream | None = None
     prompts: list[Prompt] = field(default_factory=list)
+    key: UserKey | None = None  # that the request came with, if it needed one
 
     def prefer_id(self, from_body: str, request: web.Request) -> None:
         """Take the body's `request_id` for this request unless a header named one."""

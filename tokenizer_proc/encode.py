@@ -9,6 +9,7 @@ from engine.api.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from tokenizer_proc.bound import TokenBound
 from tokenizer_proc.chat import ChatRenderer
 from tokenizer_proc.errors import PromptError
+from tokenizer_proc.fill_in import find_fill_in
 from tokenizer_proc.loading import Tokenizer
 
 Int32Array = npt.NDArray[np.int32]
@@ -17,7 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 @dataclass(frozen=True)
 class EncodedPrompt:
     token_ids: Int32Array  # [num_tokens]
-    text: str | None  # as given or as rendered; None for a prompt given as ids
+    text: str | None  # as given or as rendered; None for a prompt given as ids, or with a suffix
     added: tuple[int, ...] = ()  # places of tokens that are not of the text, such as BOS
 
     def __len__(self) -> int:
@@ -36,6 +37,7 @@ class Encoder:
         self.bos_token: str | None = tokenizer.bos_token
         self.bound = bound
         self.chat = ChatRenderer(tokenizer)
+        self.fill_in = find_fill_in(self.backend)
 
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> EncodedPrompt:
         """Raises PromptError for messages the template refuses and for text that is not Unicode.
@@ -44,6 +46,8 @@ class Encoder:
         """
         if isinstance(prompt, TokenPrompt):
             return EncodedPrompt(np.frombuffer(prompt.token_ids, dtype="<i4"), None)
+        if isinstance(prompt, TextPrompt) and prompt.suffix:
+            return self._encode_with_suffix(prompt, max_tokens)
         if isinstance(prompt, TextPrompt):
             return self._encode_text(prompt.text, prompt.add_special_tokens, "prompt", max_tokens)
         text = self.chat.render(prompt)
@@ -55,9 +59,33 @@ class Encoder:
         """The whole text, special tokens as their names."""
         return self.backend.decode(token_ids, skip_special_tokens=False)
 
+    def _encode_with_suffix(self, prompt: TextPrompt, max_tokens: int | None) -> EncodedPrompt:
+        if self.fill_in is None:
+            raise PromptError(
+                400,
+                "unsupported_value",
+                "suffix needs a model trained to fill in the middle, and this one has no tokens for it; "
+                "leave suffix out, or serve a model such as Qwen2.5-Coder, StarCoder2 or Code Llama",
+                "suffix",
+            )
+        self._check_text(prompt.text, "prompt", max_tokens)
+        self._check_text(prompt.suffix, "suffix", max_tokens)
+        ids, num_added = self.fill_in.encode(prompt.text, prompt.suffix, prompt.add_special_tokens)
+        return EncodedPrompt(np.array(ids, dtype=np.int32), None, tuple(range(num_added)))
+
     def _encode_text(
         self, text: str, add_special_tokens: bool, param: str, max_tokens: int | None
     ) -> EncodedPrompt:
+        self._check_text(text, param, max_tokens)
+        # Of all ways to encode, this one alone lets other threads run meanwhile: with `encode`, every
+        # stream would stand still for the second that a long prompt takes. It also makes no offsets.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        added: list[int] = []
+        if add_special_tokens:
+            added = np.flatnonzero(encoding.special_tokens_mask).tolist()
+        return EncodedPrompt(np.array(encoding.ids, dtype=np.int32), text, tuple(added))
+
+    def _check_text(self, text: str, param: str, max_tokens: int | None) -> None:
         try:
             utf8 = text.encode()
         except UnicodeEncodeError as error:
@@ -78,13 +106,6 @@ class Encoder:
                     f"together; shorten the prompt",
                     param,
                 )
-        # Of all ways to encode, this one alone lets other threads run meanwhile: with `encode`, every
-        # stream would stand still for the second that a long prompt takes. It also makes no offsets.
-        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        added: list[int] = []
-        if add_special_tokens:
-            added = np.flatnonzero(encoding.special_tokens_mask).tolist()
-        return EncodedPrompt(np.array(encoding.ids, dtype=np.int32), text, tuple(added))
 
 
 def prompt_param(prompt: Prompt) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api.hashing import block_names
-from engine.api.messages import AddRequest, EngineLimits, Generate, TokenPrompt
+from engine.api.messages import AddRequest, EngineLimits, Generate, TextPrompt, TokenPrompt
 from engine.api.sampling import SamplingParams, choice_seed
 from tokenizer_proc.constraints import Constraints
 from tokenizer_proc.encode import (
@@ -56,6 +56,8 @@ def prepare(
     prompt_end = (prompt.text or "")[-PROMPT_END_CHARS:]
     if generate.structured_after_mark and prompt_end.rstrip().endswith(generate.reasoning_mark):
         params = msgspec.structs.replace(params, structured=generate.structured_after_mark)
+    if isinstance(generate.prompt, TextPrompt) and generate.prompt.suffix:
+        params = end_with_middle(params, encoder, limits.vocab_size)
     if constraints is not None:
         params = constraints.resolve(params)
     prompt = truncate(prompt, params, limits)
@@ -89,6 +91,14 @@ def prepare(
     ]
     text = prompt_text(encoder, prompt) if generate.want_prompt_text else None
     return PreparedRequest(prompt.token_ids, text, requests, copies, prompt.added, prompt_end)
+
+
+def end_with_middle(params: SamplingParams, encoder: Encoder, vocab_size: int) -> SamplingParams:
+    """Also stop where a model that fills in the middle ends it; unless the end is to be ignored."""
+    if encoder.fill_in is None or params.ignore_eos:
+        return params
+    ends = {token_id for token_id in encoder.fill_in.end_ids if token_id < vocab_size}
+    return msgspec.structs.replace(params, stop_token_ids=sorted(ends.union(params.stop_token_ids)))
 
 
 def truncate(prompt: EncodedPrompt, params: SamplingParams, limits: EngineLimits) -> EncodedPrompt:

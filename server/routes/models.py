@@ -24,13 +24,13 @@ async def get_model(request: web.Request) -> web.StreamResponse:
 
 
 def model_card(name: str, service: Service) -> dict[str, Any]:
-    limits = service.client.status.limits
+    limits, path = service.client.status.limits, service.engine_config.model
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "sluice",
-        "root": name,
+        "root": path if service.config.expose_model_path and path else name,
         "parent": None,
         "max_model_len": limits.max_model_len if limits else None,  # unknown while loading
         "permission": [],

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.api.messages import Prompt, TextPrompt, TokenPrompt
 from engine.api.sampling import INTEGERS, SamplingParams
-from server.errors import ApiError, invalid_type, invalid_value
+from server.errors import ApiError, invalid_type, invalid_value, unsupported
 from server.schema.fields import (
     INT32_MAX,
     Table,
@@ -17,7 +17,6 @@ from server.schema.fields import (
     decode,
     integer,
     integer_between,
-    only,
     refused_fields,
     string,
     takes,
@@ -116,7 +115,7 @@ COMPLETION_FIELDS: Table = {
     "echo": boolean.or_else(False),
     "logprobs": logprobs,
     "add_special_tokens": boolean.or_else(True),
-    "suffix": only("", because="this model has no fill-in-the-middle tokens"),
+    "suffix": string.or_else(""),
     "best_of": integer_between(1, MAX_CHOICES),
     **refused_fields(("prompt_embeds",)),
 }
@@ -157,11 +156,16 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
             "max_tokens must be at least 1, got 0; only with echo, to get the prompt alone, it may "
             "be 0",
         )
+    suffix = values["suffix"]
+    if suffix:
+        check_suffix(values)
     n = params.n
     params = with_candidates(params, values)
     return CompletionRequest(
         model=values.get("model"),
-        prompts=[as_prompt(entry, values["add_special_tokens"]) for entry in values["prompt"]],
+        prompts=[
+            as_prompt(entry, values["add_special_tokens"], suffix) for entry in values["prompt"]
+        ],
         is_batch=isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str | list),
         params=params,
         n=n,
@@ -177,10 +181,33 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
     )
 
 
-def as_prompt(entry: str | TokenIds, add_special_tokens: bool) -> Prompt:
+def as_prompt(entry: str | TokenIds, add_special_tokens: bool, suffix: str = "") -> Prompt:
     if isinstance(entry, str):
-        return TextPrompt(text=entry, add_special_tokens=add_special_tokens)
+        return TextPrompt(text=entry, add_special_tokens=add_special_tokens, suffix=suffix)
     return TokenPrompt(token_ids=entry.tobytes())
+
+
+def check_suffix(values: dict[str, Any]) -> None:
+    """Raises ApiError 400 for what cannot be asked for beside a suffix.
+
+    Whether the model can fill in the middle is for tokenizer_proc to say, which knows its vocabulary.
+    """
+    if not isinstance(values["prompt"][0], str):
+        raise unsupported(
+            "suffix",
+            "suffix needs a prompt of text; in token ids write the suffix where it belongs",
+        )
+    if values["echo"]:
+        raise unsupported(
+            "suffix",
+            "suffix and echo cannot be combined, as the completion is between the two texts",
+        )
+    if values.get("truncate_prompt_tokens") is not None:
+        raise unsupported(
+            "suffix",
+            "suffix and truncate_prompt_tokens cannot be combined, as the cut would take the mark at "
+            "the beginning; shorten prompt and suffix",
+        )
 
 
 def wanted_of_prompt(details: TokenDetails, echo: bool) -> int | None:

@@ -47,7 +47,7 @@ ERRORS: dict[str, tuple[str, Any, dict[str, str], int, str, str]] = {
     "no prompt": (TEXT, {}, {}, 400, INVALID, "missing_field"),
     "wrong type": (TEXT, {"prompt": "x", "n": "1"}, {}, 400, INVALID, "invalid_type"),
     "out of range": (TEXT, {"prompt": "x", "n": 0}, {}, 400, INVALID, "invalid_value"),
-    "not supported": (TEXT, {"prompt": "x", "suffix": "y"}, {}, 400, INVALID, "unsupported_value"),
+    "not supported": (TEXT, {"prompt": [1], "suffix": "y"}, {}, 400, INVALID, "unsupported_value"),
     "an image": (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
