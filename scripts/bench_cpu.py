@@ -24,7 +24,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engine.api.config import ConfigError  # noqa: E402
+from scripts.operate.server_process import free_port  # noqa: E402
 from server.default_model import BarProgress, ensure_default_model  # noqa: E402
 
 PROMPT_IDS = range(100, 10_000)  # ordinary tokens in every vocabulary we serve
@@ -207,12 +207,6 @@ def tell(line: str) -> None:
 
 
 # --- the server under test ----------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -32,11 +32,11 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench_cpu import free_port  # noqa: E402
 from scripts.frontend.client import Job, Result  # noqa: E402
 from scripts.frontend.figures import Level, level_of, percentile  # noqa: E402
 from scripts.frontend.processes import CpuWatch, find_processes  # noqa: E402
 from scripts.frontend.word_clock import WordClock  # noqa: E402
+from scripts.operate.server_process import free_port  # noqa: E402
 from server.default_model import BarProgress, ensure_default_model  # noqa: E402
 
 START_LIMIT_S = 60.0

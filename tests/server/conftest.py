@@ -1,10 +1,8 @@
 """The HTTP application on a free port in this process, before a scripted backend; and the real
 server as a subprocess."""
 
-import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,7 @@ import aiohttp
 import pytest
 
 from engine.api.messages import Sockets
+from scripts.operate.server_process import free_port
 from server.app import build_app
 from server.client import EngineClient
 from server.config import ServerConfig
@@ -31,6 +30,7 @@ from server.metrics import Exporter, Metrics
 from server.service import Service
 from server.tls import TlsContext, tls_context
 from tests.server.fake_backend import FakeBackend
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,14 +67,6 @@ class Site:
                 if line.startswith(line_start):
                     return float(line.rpartition(" ")[2])
         raise AssertionError(f"no metric {line_start}")
-
-
-async def eventually(condition: Any, seconds: float = 5.0) -> None:
-    """Wait until `condition()` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -145,13 +137,6 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

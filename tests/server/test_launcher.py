@@ -18,7 +18,9 @@ import pytest
 
 from server.run_dir import private_run_dir, remove_abandoned
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.processes import children_of, is_alive
 from tests.server.conftest import ROOT, LiveServer, live_server, spawned, wait_for
+from tests.waiting import wait_until
 
 FLAGS = ("--cpu-threads", "1", "--dtype", "float32", "--served-model-name", "tiny")
 FLAGS += ("--max-model-len", "256", "--num-blocks", "64")
@@ -29,10 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -41,23 +39,8 @@ def command(pid: int) -> str:
 
 
 def child_running(server: LiveServer, module: str) -> int:
-    (pid,) = [p for p in children(server.process.pid) if f"-m {module} " in command(p)]
+    (pid,) = [p for p in children_of(server.process.pid) if f"-m {module} " in command(p)]
     return pid
-
-
-def is_alive(pid: int) -> bool:
-    """Zombies, which nobody may be there to reap, count as dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def eventually(condition: Any, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def post(server: LiveServer, body: dict[str, Any]) -> Any:
@@ -78,7 +61,7 @@ class StreamReader(threading.Thread):
         self.response = post(server, {**body, **fields})
         self.lines: list[str] = []
         self.start()
-        eventually(lambda: len(self.lines) > 4)
+        wait_until(lambda: len(self.lines) > 4)
 
     def run(self) -> None:
         try:
@@ -113,7 +96,7 @@ def test_serves_and_drains(model: str, tmp_path: Path, number: signal.Signals) -
         assert answer["model"] == "tiny"
         assert answer["usage"]["completion_tokens"] >= 1
         stream = StreamReader(server)
-        pids = children(server.process.pid)
+        pids = children_of(server.process.pid)
         assert len(pids) == 2
         server.process.send_signal(number)
         assert stream.last() == "data: [DONE]", "the running stream finishes"
@@ -145,17 +128,17 @@ def test_second_signal_ends_at_once(model: str) -> None:
         engine = child_running(server, "engine")
         os.kill(engine, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        eventually(lambda: server.get("/ready")[0] == 503)
+        wait_until(lambda: server.get("/ready")[0] == 503)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
-        eventually(lambda: not is_alive(engine))
+        wait_until(lambda: not is_alive(engine))
 
 
 @pytest.mark.parametrize("module", ["engine", "tokenizer_proc"])
 def test_death_of_a_child(model: str, module: str, tmp_path: Path) -> None:
     with run_dirs_watched(tmp_path) as env, spawned(model, *FLAGS, env=env) as server:
         wait_for(server, "/ready", 60)
-        pids = children(server.process.pid)
+        pids = children_of(server.process.pid)
         victim = child_running(server, module)
         os.kill(victim, signal.SIGSTOP)  # so that the stream cannot end by itself
         body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
@@ -183,11 +166,11 @@ def test_killed_server_takes_its_children_along(model: str, tmp_path: Path) -> N
     """And what it leaves in the temporary folder is removed by the next start, a minute later."""
     with spawned(model, *FLAGS, env={"TMPDIR": str(tmp_path)}) as server:
         wait_for(server, "/ready", 60)
-        pids = children(server.process.pid)
+        pids = children_of(server.process.pid)
         assert len(pids) == 2
         server.process.kill()
         server.process.wait()
-        eventually(lambda: not any(is_alive(pid) for pid in pids))
+        wait_until(lambda: not any(is_alive(pid) for pid in pids))
         (left,) = tmp_path.iterdir()
         remove_abandoned(tmp_path)
         assert left.exists(), "too young to be sure"

@@ -4,18 +4,19 @@ import json
 import os
 import signal
 import ssl
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.processes import children_of
 from tests.server import certificates
 from tests.server.conftest import LiveServer, spawned
+from tests.waiting import wait_until
 
 USER, ADMIN = "user-key", "admin-key"
 FLAGS = (
@@ -52,7 +53,7 @@ def server(folder: Path) -> Iterator[LiveServer]:
     )  # fmt: skip
     with spawned(model, *flags, env={"SLUICE_API_KEY": USER}) as running:
         running.url = running.url.replace("http://127.0.0.1", "https://localhost")
-        wait_until(lambda: is_ready(running), running)
+        wait_until(lambda: is_ready(running), 60, running.log.read_text)
         yield running
 
 
@@ -62,13 +63,6 @@ def is_ready(server: LiveServer) -> bool:
         return call(server, "/ready", key="")[0] == 200
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], server: LiveServer, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, server.log.read_text()
-        time.sleep(0.05)
 
 
 def call(server: LiveServer, path: str, body: Any = None, key: str = USER) -> tuple[int, Any]:
@@ -99,17 +93,13 @@ def test_keys_of_a_real_server(server: LiveServer) -> None:
     assert call(server, "/server_info")[0] == 403
     status, info = call(server, "/server_info", key=ADMIN)
     assert (status, info["server"]["api_key"]) == (200, "set")
-    for pid in (server.process.pid, *children(server.process.pid)):
+    for pid in (server.process.pid, *children_of(server.process.pid)):
         visible = Path(f"/proc/{pid}/environ").read_bytes() if pid != server.process.pid else b""
         assert USER.encode() not in visible, "the other processes need no keys"
     log = server.log.read_text()
     assert "server settings: " in log
     assert [key for key in (USER, ADMIN) if key in log] == []
     assert "no key is set" not in log
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_the_prefix_cache_is_forgotten(server: LiveServer) -> None:
@@ -141,10 +131,12 @@ def test_sighup_changes_the_certificate_and_ends_nothing(server: LiveServer, fol
     assert served() == certificates.FIRST_CERTIFICATE
     certificates.write_second(folder)
     os.kill(server.process.pid, signal.SIGHUP)
-    wait_until(lambda: served() == certificates.SECOND_CERTIFICATE, server, 10)
+    wait_until(lambda: served() == certificates.SECOND_CERTIFICATE, 10, server.log.read_text)
     (folder / "tls.key").write_text("broken")
     os.kill(server.process.pid, signal.SIGHUP)
-    wait_until(lambda: "keeping the old certificate" in server.log.read_text(), server, 10)
+    wait_until(
+        lambda: "keeping the old certificate" in server.log.read_text(), 10, server.log.read_text
+    )
     assert served() == certificates.SECOND_CERTIFICATE
     assert call(server, "/ready", key="")[0] == 200
     assert server.stop() == 0, "SIGTERM still ends it"

@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.processes import children_of, is_alive
 from tests.server.conftest import LiveServer, live_server, read_events, spawned, wait_for
+from tests.waiting import eventually
 
 FLAGS = [
     "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "4",
@@ -50,24 +52,6 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 def is_idle(server: LiveServer, free_blocks: float) -> bool:
     now = metrics(server)
     return all(now[g] == 0 for g in GAUGES) and now["srv:free_blocks"] == free_blocks
-
-
-async def wait_until(condition, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def child_named(server: LiveServer, word: str) -> int:
@@ -209,7 +193,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(server, name):
     async with aiohttp.ClientSession() as session:
         body = {**FOREVER, "max_tokens": 5000, **SCENARIOS[name]}
         request = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
-        await wait_until(
+        await eventually(
             lambda: metrics(server)["vllm:num_requests_running"] > 0, 10, "it never started"
         )
         await asyncio.sleep(0.1)
@@ -217,7 +201,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(server, name):
         if request.done():  # streamed: headers are here
             request.result().close()
         request.cancel()
-    await wait_until(
+    await eventually(
         lambda: is_idle(server, baseline), 1.0, "not idle a second after the client left"
     )
 
@@ -256,7 +240,7 @@ async def test_sigterm_lets_running_streams_finish_and_refuses_new_requests(mode
         async with aiohttp.ClientSession() as session:
             stream = await open_stream(session, server, max_tokens=1500)
             server.process.send_signal(signal.SIGTERM)
-            await wait_until(lambda: server.get("/ready")[0] == 503, 2, "/ready stays 200")
+            await eventually(lambda: server.get("/ready")[0] == 503, 2, "/ready stays 200")
             url = f"{server.url}/v1/completions"
             async with session.post(url, json={"prompt": "b"}) as refused:
                 assert refused.status == 503
@@ -309,7 +293,7 @@ async def test_a_killed_server_takes_its_children_along(model):
         assert len(children) == 2
         server.process.kill()
         server.process.wait()
-        await wait_until(lambda: not any(map(is_alive, children)), 5, "a child outlived the server")
+        await eventually(lambda: not any(map(is_alive, children)), 5, "a child outlived the server")
 
 
 async def test_the_port_answers_while_weights_load(model):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,10 @@ from scripts.operate.probe_client import CheckFailed
 from scripts.operate.selftest_run import run_checks
 from scripts.operate.server_process import ServerFailed, ServerProcess
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.processes import is_alive
 from tests.server.conftest import ROOT, Site
 from tests.server.fake_backend import Script
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +118,6 @@ def test_a_wrong_flag_is_told_by_the_server(tmp_path: Path) -> None:
         selftest.main(["--only", "everything"])
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 async def test_no_server_is_left_behind(model: str, tmp_path: Path, number: int) -> None:
     """However the tool ends, while the server is starting."""
@@ -151,7 +144,4 @@ async def test_no_server_is_left_behind(model: str, tmp_path: Path, number: int)
         process.stdout.close()
     finally:
         process.kill()
-    deadline = time.monotonic() + 10
-    while is_running(pid):
-        assert time.monotonic() < deadline, "the server outlived its tool"
-        await asyncio.sleep(0.05)
+    await eventually(lambda: not is_alive(pid), 10, "the server outlived its tool")

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -42,9 +41,11 @@ from engine.api.messages import (
     encoder,
 )
 from engine.api.sampling import SamplingParams
+from tests.processes import is_alive
 from tests.unit.test_encode import limits
 from tests.unit.test_output import step
 from tests.unit.tokenizers_for_tests import byte_level, save
+from tests.waiting import wait_until
 from tokenizer_proc.config import TokenizerConfig, write_config
 from tokenizer_proc.errors import TokenizerLoadError
 from tokenizer_proc.main import TokenizerLoop
@@ -406,13 +407,6 @@ def test_a_hello_that_does_not_fit_ends_the_loop(run_dir):
 # --- the process --------------------------------------------------------------------------------------
 
 
-def wait_until(condition, timeout=20.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-
-
 def config_file(run_dir, tokenizer_dir, **changes):
     values = {"tokenizer_dir": str(tokenizer_dir), "run_dir": run_dir, "epoch": EPOCH}
     path = f"{run_dir}/tokenizer.json"
@@ -422,15 +416,6 @@ def config_file(run_dir, tokenizer_dir, **changes):
 
 def command(path):
     return [sys.executable, "-m", "tokenizer_proc", "--config", path]
-
-
-def is_running(pid):
-    """A zombie has ended: whoever adopted it may reap late."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_the_process_serves_ignores_ctrl_c_and_ends_on_sigterm(run_dir, tmp_path):
@@ -505,9 +490,9 @@ def test_the_process_dies_with_its_parent(run_dir, tmp_path):
         pid = int(parent.stdout.readline())
         net.hello()
         net.reply(TokenizerReady, timeout=60)
-        assert is_running(pid)
+        assert is_alive(pid)
         parent.kill()
-        wait_until(lambda: not is_running(pid))
+        wait_until(lambda: not is_alive(pid))
     finally:
         parent.kill()
         parent.communicate()
