@@ -66,9 +66,14 @@ def check_gguf(path: Path) -> None:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """In order; a folder or a pipe of such a name is none."""
+    return sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+
+
 def check_weights(path: Path) -> None:
     if not (path / INDEX).is_file():
-        if any(path.glob("*.safetensors")):
+        if weight_files(path):
             return
         others = [p.name for pattern in ("*.bin", "*.pth", "*.gguf") for p in path.glob(pattern)]
         found = f"; it holds {others[0]}, which is another format" if others else ""
@@ -141,7 +146,7 @@ def model_digest(model_dir: str) -> str:
     folder = Path(model_dir)
     config = folder / "config.json"
     digest = blake2b(config.read_bytes() if config.is_file() else b"", digest_size=8)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with file.open("rb") as weights:
             size = weights.seek(0, os.SEEK_END)
             weights.seek(max(0, size - DIGEST_BYTES))

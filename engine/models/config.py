@@ -224,7 +224,7 @@ def find_weight_files(path: str) -> list[str]:
         return [str(directory / name) for name in shards]
     if (directory / WEIGHT_FILE).is_file():
         return [str(directory / WEIGHT_FILE)]
-    files = sorted(directory.glob("*.safetensors"))
+    files = sorted(f for f in directory.glob("*.safetensors") if f.is_file())
     # consolidated*.safetensors repeat the same weights under other names
     files = [f for f in files if not f.name.startswith("consolidated")] or files
     if not files:

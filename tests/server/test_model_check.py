@@ -1,11 +1,13 @@
 """What is wrong with a model directory is told before any process is started."""
 
 import json
+import os
 
 import pytest
 
 from engine.api.config import ConfigError
-from server.model_check import check_vocabulary, model_digest
+from engine.models.config import find_weight_files
+from server.model_check import check_vocabulary, check_weights, model_digest
 
 
 def write_tokenizer(folder, vocab):
@@ -48,3 +50,16 @@ def test_digest_tells_models_apart(tmp_path):
     assert len(digests) == 4
     assert model_digest(str((tmp_path / "a").rename(tmp_path / "moved"))) in digests
     assert model_digest(str(tmp_path / "none")), "a .gguf file that is converted, for one"
+
+
+def test_only_files_are_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    digest = model_digest(str(tmp_path))
+    (tmp_path / "more.safetensors").mkdir()
+    os.mkfifo(tmp_path / "pipe.safetensors")  # whoever opened it would wait for ever
+    assert model_digest(str(tmp_path)) == digest
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        check_weights(tmp_path)
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        find_weight_files(str(tmp_path))
