@@ -25,6 +25,7 @@ from engine.api.messages import Sockets
 from server.app import build_app
 from server.client import EngineClient
 from server.config import ServerConfig, shown_settings
+from server.file_limit import raise_file_limit
 from server.health import EngineStatus
 from server.http_server import HttpServer, bind, close_all, is_loopback, url_of
 from server.link import SocketLink
@@ -53,6 +54,7 @@ CONFIGURATION_CODES = (2, 75)
 
 def serve(server: ServerConfig, engine: EngineConfig) -> int:
     """Run until stopped; returns the exit code. Raises ConfigError if the port cannot be bound."""
+    raise_file_limit()
     listeners = bind(server.host, server.port)
     try:
         with private_run_dir() as run_dir:

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import os
 from pathlib import Path
 
 from engine.api.config import (
@@ -27,6 +28,7 @@ CANNOT_WORK = 75  # exit code: not on this machine
 
 def check_settings(server: ServerConfig, engine: EngineConfig) -> None:
     """Raises ConfigError naming the flag, the value, and what would work."""
+    check_working_directory()
     check_text(server)
     check_text(engine)
     check_server(server)
@@ -34,6 +36,16 @@ def check_settings(server: ServerConfig, engine: EngineConfig) -> None:
     check_device(engine)
     check_batch(engine)
     check_memory(engine)
+
+
+def check_working_directory() -> None:
+    """Paths are relative to it, and packages fail to load without one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory has been removed or replaced: cd to one that exists, then start"
+        ) from None
 
 
 def check_text(config: ServerConfig | EngineConfig) -> None:

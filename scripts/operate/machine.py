@@ -13,10 +13,10 @@ from pathlib import Path
 from engine.api.config import ConfigError, EngineConfig
 from scripts.operate.findings import Findings
 from server.config import ServerConfig
+from server.file_limit import ENOUGH_FILES, LEAST_FILES, allowed_files
 
 GIB = 2**30
 LEAST_PYTHON = (3, 11)
-LEAST_FILES = 4096  # open files: one a connection, and one for each reader of a stream
 LEAST_FREE_GIB = 1.0  # of a cache folder: the default model, or a model's kernels
 LEAST_SHM = 64 * 2**20
 LEAST_MEMLOCK = 64 * 2**20
@@ -162,18 +162,15 @@ def check_cache(found: Findings, name: str, folder: Path) -> None:
 
 
 def check_limits(found: Findings, engine: EngineConfig) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        allowed = (
-            "" if hard == resource.RLIM_INFINITY or hard >= LEAST_FILES else f" (hard: {hard})"
-        )
+    files = allowed_files()
+    if files < LEAST_FILES:
         found.warn(
             "open files",
-            f"{soft} at most{allowed}: about as many connections",
-            f"ulimit -n {16 * LEAST_FILES} before the start; LimitNOFILE= in a systemd unit",
+            f"{files} at most: about as many connections",
+            f"ulimit -Hn {ENOUGH_FILES} as root before the start; LimitNOFILE= in a systemd unit",
         )
     else:
-        found.ok("open files", f"{shown_limit(soft)} at most")
+        found.ok("open files", f"{files} at most")
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if memlock != resource.RLIM_INFINITY and memlock < LEAST_MEMLOCK and engine.swap_space:
         found.warn(
