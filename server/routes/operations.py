@@ -114,8 +114,8 @@ async def optional_body(request: web.Request, table: Table) -> dict[str, Any]:
     body = await receive_object(request) if request.can_read_body else {}
     values, unknown = decode(body, table)
     if unknown:
-        known = " and ".join(table)
+        known = f"{' and '.join(table)} {'are' if len(table) > 1 else 'is'}"
         raise ApiError(
-            400, "unknown_field", f"{unknown[0]:.80} is no field of this request; {known} are"
+            400, "unknown_field", f"{unknown[0]:.80} is no field of this request; {known}"
         )
     return values
