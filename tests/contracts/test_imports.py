@@ -1,4 +1,4 @@
-"""Who may import whom (docs/design.md, "Allowed imports"), read from the syntax trees.
+"""Who may import whom (docs/design.md, "Who may import whom"), read from the syntax trees.
 
 A rule names a part of the project and either all that it may import of the project (`allow`) or what
 it must not (`forbid`). Imports inside functions and below TYPE_CHECKING count too, unless said.
