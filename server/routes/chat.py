@@ -10,13 +10,10 @@ from aiohttp import web
 from engine.api.messages import TokenLogprobText
 from server.answer.parser import AnswerFormat
 from server.answer.reader import AnswerReader, DeltaWriter
-from server.client import GenerateOptions
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.receive import receive_object
-from server.routes.generate import Envelope, Generation, id_list, respond, usage_of
+from server.routes.generate import Envelope, Generation, id_list, make_generation, respond, usage_of
 from server.schema.chat import ChatRequest, parse_chat
-from server.schema.fields import ignored_header
-from server.schema.limits import allowed_seconds, check_limits
 from server.schema.sampling import TokenDetails
 from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
@@ -34,7 +31,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service.check_open()
     body = await receive_object(request)
     chat = parse_chat(body, service.defaults, service.chat_rules)
-    request[NOTES].prefer_id(chat.request_id, request)
+    request[NOTES].prefer_id(chat.common.request_id, request)
     return await respond(request, *chat_work(chat, body, service), arrival_ns)
 
 
@@ -42,30 +39,21 @@ def chat_work(
     chat: ChatRequest, body: dict[str, Any], service: Service
 ) -> tuple[Generation, "ChatFormat"]:
     """What to generate and how to answer, for HTTP and for batches. Raises ApiError."""
-    model = service.check_model(chat.model)
-    service.report_unknown(chat.ignored)
-    check_limits(body, service.config)
-    generation = Generation(
-        prompts=[chat.prompt],
-        options=GenerateOptions(
-            params=chat.params,
-            priority=chat.priority,
-            cache_salt=chat.cache_salt,
-            incremental=chat.stream,
-            shown_special=list(chat.answer.calls.special) if chat.answer.calls else [],
-            reasoning_mark=chat.answer.reasoning.begin if chat.answer.reasoning else "",
-            structured_after_mark=chat.structured_after_mark,
-            clamp_max_tokens=chat.clamp_max_tokens,
-            want_token_ids=chat.details.token_ids,
-        ),
-        stream_options=chat.stream_options,
-        ignored_headers=ignored_header(chat.ignored),
-        total_s=allowed_seconds(body, service.config),
+    common, answer = chat.common, chat.answer
+    model = service.check_model(common.model)
+    generation = make_generation(
+        [chat.prompt],
+        common,
+        body,
+        service,
+        shown_special=list(answer.calls.special) if answer.calls else [],
+        reasoning_mark=answer.reasoning.begin if answer.reasoning else "",
+        structured_after_mark=chat.structured_after_mark,
     )
     fmt = ChatFormat(
         Envelope.make("chatcmpl", model, service),
-        chat.details,
-        chat.answer,
+        common.details,
+        answer,
         REASONING_FIELDS[service.config.reasoning_field],
         chat.echo_text,
     )

@@ -8,13 +8,10 @@ import orjson
 from aiohttp import web
 
 from engine.api.messages import TokenLogprobText
-from server.client import GenerateOptions
 from server.logprobs import CompletionLogprobs, prompt_logprobs
 from server.receive import receive_object
-from server.routes.generate import Envelope, Generation, id_list, respond, usage_of
+from server.routes.generate import Envelope, Generation, id_list, make_generation, respond, usage_of
 from server.schema.completions import CompletionRequest, parse_completion
-from server.schema.fields import ignored_header
-from server.schema.limits import allowed_seconds, check_limits
 from server.schema.sampling import TokenDetails
 from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
@@ -26,7 +23,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service.check_open()
     body = await receive_object(request)
     completion = parse_completion(body, service.defaults)
-    request[NOTES].prefer_id(completion.request_id, request)
+    request[NOTES].prefer_id(completion.common.request_id, request)
     return await respond(request, *completion_work(completion, body, service), arrival_ns)
 
 
@@ -34,30 +31,21 @@ def completion_work(
     completion: CompletionRequest, body: dict[str, Any], service: Service
 ) -> tuple[Generation, "CompletionFormat"]:
     """What to generate and how to answer, for HTTP and for batches. Raises ApiError."""
-    model = service.check_model(completion.model)
-    service.report_unknown(completion.ignored)
-    check_limits(body, service.config)
-    generation = Generation(
-        prompts=completion.prompts,
-        options=GenerateOptions(
-            params=completion.params,
-            priority=completion.priority,
-            cache_salt=completion.cache_salt,
-            want_prompt_text=completion.echo,
-            clamp_max_tokens=completion.clamp_max_tokens,
-            want_token_ids=completion.details.token_ids,
-            is_batch=completion.is_batch,
-            incremental=completion.stream,
-        ),
-        stream_options=completion.stream_options,
-        ignored_headers=ignored_header(completion.ignored),
-        total_s=allowed_seconds(body, service.config),
+    common = completion.common
+    model = service.check_model(common.model)
+    generation = make_generation(
+        completion.prompts,
+        common,
+        body,
+        service,
+        want_prompt_text=completion.echo,
+        is_batch=completion.is_batch,
     )
     fmt = CompletionFormat(
         Envelope.make("cmpl", model, service),
         n=completion.n,
         echo=completion.echo,
-        details=completion.details,
+        details=common.details,
     )
     return generation, fmt
 

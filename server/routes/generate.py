@@ -28,7 +28,9 @@ from server.client import GenerateOptions
 from server.deadline import Deadline
 from server.errors import ApiError, internal_error
 from server.request_metrics import request_metrics
-from server.schema.sampling import StreamOptions
+from server.schema.fields import ignored_header
+from server.schema.limits import allowed_seconds, check_limits
+from server.schema.sampling import CommonRequest, StreamOptions
 from server.service import NOTES, SERVICE, Service
 from server.stream import Choice, Piece, RequestStream
 
@@ -92,6 +94,30 @@ class Generation:
     stream_options: StreamOptions
     ignored_headers: dict[str, str]
     total_s: float = 0.0  # until its last token; 0: any time
+
+
+def make_generation(
+    prompts: list[Prompt],
+    common: CommonRequest,
+    body: dict[str, Any],
+    service: Service,
+    **more: Any,
+) -> Generation:
+    """`more`: fields of GenerateOptions that only one endpoint has. Raises ApiError."""
+    service.report_unknown(common.ignored)
+    check_limits(body, service.config)
+    options = GenerateOptions(
+        params=common.params,
+        priority=common.priority,
+        cache_salt=common.cache_salt,
+        clamp_max_tokens=common.clamp_max_tokens,
+        want_token_ids=common.details.token_ids,
+        incremental=common.stream,
+        **more,
+    )
+    headers = ignored_header(common.ignored)
+    total_s = allowed_seconds(body, service.config)
+    return Generation(prompts, options, common.stream_options, headers, total_s)
 
 
 async def respond(

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine.api.messages import ChatPrompt
-from engine.api.sampling import INTEGERS, SamplingParams, StructuredOutput
+from engine.api.sampling import INTEGERS, StructuredOutput
 from server.answer.call_format import JSON
 from server.answer.parser import AnswerFormat
 from server.errors import invalid_value, unsupported
@@ -27,11 +27,10 @@ from server.schema.fields import (
 from server.schema.messages import chat_messages
 from server.schema.sampling import (
     COMMON_FIELDS,
+    CommonRequest,
     SamplingDefaults,
-    StreamOptions,
-    TokenDetails,
     build_params,
-    check_stream_options,
+    common_request,
     sampling_field,
     token_details,
 )
@@ -94,20 +93,11 @@ CHAT_FIELDS: Table = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    model: str | None
+    common: CommonRequest
     prompt: ChatPrompt
-    params: SamplingParams
     answer: AnswerFormat
     structured_after_mark: StructuredOutput | None  # where the template opened the reasoning
     echo_text: str  # stands before the answer
-    stream: bool
-    stream_options: StreamOptions
-    details: TokenDetails
-    clamp_max_tokens: bool  # it is a default
-    priority: int
-    cache_salt: str
-    request_id: str
-    ignored: list[str]
 
 
 def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRules) -> ChatRequest:
@@ -133,21 +123,13 @@ def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRule
                 "leave out response_format and structured_outputs",
             )
         params = msgspec.structs.replace(params, structured=forced.structured)
+    details = token_details(values, params.logprobs)
     return ChatRequest(
-        model=values.get("model"),
+        common=common_request(values, ignored, params, details, is_default),
         prompt=prompt,
-        params=params,
         answer=answer,
         structured_after_mark=forced.after_mark,
         echo_text=echo_text(prompt) if values["echo"] else "",
-        stream=values["stream"],
-        stream_options=check_stream_options(values),
-        details=token_details(values, params.logprobs),
-        clamp_max_tokens=is_default,
-        priority=values["priority"],
-        cache_salt=values.get("cache_salt", ""),
-        request_id=values.get("request_id", ""),
-        ignored=ignored,
     )
 
 

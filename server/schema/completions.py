@@ -23,11 +23,11 @@ from server.schema.fields import (
 )
 from server.schema.sampling import (
     COMMON_FIELDS,
+    CommonRequest,
     SamplingDefaults,
-    StreamOptions,
     TokenDetails,
     build_params,
-    check_stream_options,
+    common_request,
     token_details,
 )
 
@@ -123,20 +123,11 @@ COMPLETION_FIELDS: Table = {
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    model: str | None
+    common: CommonRequest
     prompts: list[Prompt]
     is_batch: bool  # written as a list of prompts, even if of one
-    params: SamplingParams  # n counts all candidates of best_of
     n: int  # choices to return of each prompt
-    clamp_max_tokens: bool  # it is a default
-    details: TokenDetails
-    stream: bool
-    stream_options: StreamOptions
     echo: bool
-    priority: int
-    cache_salt: str
-    request_id: str
-    ignored: list[str]
 
 
 def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> CompletionRequest:
@@ -161,23 +152,15 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
         check_suffix(values)
     n = params.n
     params = with_candidates(params, values)
+    is_default = body.get("max_tokens") is None
     return CompletionRequest(
-        model=values.get("model"),
+        common=common_request(values, ignored, params, details, is_default),
         prompts=[
             as_prompt(entry, values["add_special_tokens"], suffix) for entry in values["prompt"]
         ],
         is_batch=isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str | list),
-        params=params,
         n=n,
-        clamp_max_tokens=body.get("max_tokens") is None,
-        details=details,
-        stream=values["stream"],
-        stream_options=check_stream_options(values),
         echo=echo,
-        priority=values["priority"],
-        cache_salt=values.get("cache_salt", ""),
-        request_id=values.get("request_id", ""),
-        ignored=ignored,
     )
 
 

@@ -242,6 +242,44 @@ def token_details(values: dict[str, Any], num_top: int | None) -> TokenDetails:
     )
 
 
+@dataclass(frozen=True)
+class CommonRequest:
+    """What a body of either endpoint asks for, but for its prompt."""
+
+    model: str | None
+    params: SamplingParams  # n counts all candidates of best_of
+    clamp_max_tokens: bool  # it is a default
+    details: TokenDetails
+    stream: bool
+    stream_options: StreamOptions
+    priority: int
+    cache_salt: str
+    request_id: str
+    ignored: list[str]
+
+
+def common_request(
+    values: dict[str, Any],
+    ignored: list[str],
+    params: SamplingParams,
+    details: TokenDetails,
+    clamp_max_tokens: bool,
+) -> CommonRequest:
+    """From decoded COMMON_FIELDS and what was made of them. Raises ApiError."""
+    return CommonRequest(
+        model=values.get("model"),
+        params=params,
+        clamp_max_tokens=clamp_max_tokens,
+        details=details,
+        stream=values["stream"],
+        stream_options=check_stream_options(values),
+        priority=values["priority"],
+        cache_salt=values.get("cache_salt", ""),
+        request_id=values.get("request_id", ""),
+        ignored=ignored,
+    )
+
+
 def check_stream_options(values: dict[str, Any]) -> StreamOptions:
     options: StreamOptions | None = values.get("stream_options")
     if options is None:

@@ -143,8 +143,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "min_tokens": {"max_tokens": 2**31 - 1},
 }
 PARSERS = {
-    "ChatRequest": lambda body: parse_chat(body, SamplingDefaults(), RULES),
-    "CompletionRequest": lambda body: parse_completion(body, SamplingDefaults()),
+    "ChatRequest": lambda body: parse_chat(body, SamplingDefaults(), RULES).common,
+    "CompletionRequest": lambda body: parse_completion(body, SamplingDefaults()).common,
     "TokenizeRequest": lambda body: parse_tokenize(body, RULES),
     "DetokenizeRequest": parse_detokenize,
 }

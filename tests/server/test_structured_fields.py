@@ -15,7 +15,7 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 
 
 def parsed(**fields: Any) -> StructuredOutput | None:
-    return parse_completion({"prompt": "x", **fields}, SamplingDefaults()).params.structured
+    return parse_completion({"prompt": "x", **fields}, SamplingDefaults()).common.params.structured
 
 
 @pytest.mark.parametrize(
