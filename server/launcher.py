@@ -283,7 +283,14 @@ def default_model_name() -> str:
 
 
 def log_settings(server: ServerConfig, engine: EngineConfig) -> None:
-    """Every setting once, so that nobody has to guess whether a flag took effect."""
+    """What is not as by default, so that nobody has to guess whether a flag took effect."""
     for title, config in (("server", server), ("engine", engine)):
-        values = shown_settings(config)
-        logger.info("%s settings: %s", title, " ".join(f"{k}={v!r}" for k, v in values.items()))
+        values, defaults = shown_settings(config), shown_settings(type(config)())
+        chosen = {name: value for name, value in values.items() if value != defaults[name]}
+        logger.info(
+            "%s settings: %s; %d as by default",
+            title,
+            " ".join(f"{name}={value!r}" for name, value in chosen.items()) or "none given",
+            len(values) - len(chosen),
+        )
+        logger.debug("all: %s", " ".join(f"{name}={value!r}" for name, value in values.items()))

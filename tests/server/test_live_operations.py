@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import ssl
 import urllib.error
@@ -97,7 +98,10 @@ def test_keys_of_a_real_server(server: LiveServer) -> None:
         visible = Path(f"/proc/{pid}/environ").read_bytes() if pid != server.process.pid else b""
         assert USER.encode() not in visible, "the other processes need no keys"
     log = server.log.read_text()
-    assert "server settings: " in log
+    (settings,) = re.findall("server settings: (.*)", log)
+    assert "api_key='set' admin_key='set'" in settings
+    assert re.search(r"; \d+ as by default$", settings)
+    assert "drain_timeout" not in settings, "what is as by default is only counted"
     assert [key for key in (USER, ADMIN) if key in log] == []
     assert "no key is set" not in log
 
