@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_driver import SHAPES, Driver, model_directory
+from engine_driver import SHAPES, Driver
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.api.config import EngineConfig
 from engine.api.messages import StepOutput, encoder
 from engine.attention.base import AttentionBackend, StepInputs
 from engine.models.config import ModelConfig
@@ -162,14 +161,11 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="requests with temperature 1")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    driver = Driver(
-        EngineConfig(
-            model=model_directory(args.model),
-            load_format="dummy" if args.model in SHAPES else "auto",
-            device=args.device,
-            max_num_seqs=max(args.batch),
-            max_model_len=1024,
-        )
+    driver = Driver.of_model(
+        args.model,
+        device=args.device,
+        max_num_seqs=max(args.batch),
+        max_model_len=1024,
     )
     encode = encoder().encode
 

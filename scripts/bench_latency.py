@@ -11,9 +11,7 @@ import json
 import time
 
 import numpy as np
-from engine_driver import SHAPES, Driver, model_directory
-
-from engine.api.config import EngineConfig
+from engine_driver import SHAPES, Driver
 
 
 def decode_step_ms(driver: Driver, batch: int, context: int, steps: int) -> dict[str, float]:
@@ -58,17 +56,14 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
-    driver = Driver(
-        EngineConfig(
-            model=model_directory(args.model),
-            load_format="dummy" if args.model in SHAPES else "auto",
-            device=args.device,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-            enforce_eager=args.enforce_eager,
-            enable_prefix_caching=False,
-            max_num_seqs=max(args.batch, default=1),
-        )
+    driver = Driver.of_model(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
+        enforce_eager=args.enforce_eager,
+        enable_prefix_caching=False,
+        max_num_seqs=max(args.batch, default=1),
     )
     figures: dict[str, object] = {"model": args.model, "start_s": round(driver.start_seconds, 2)}
     print(f"start: {driver.start_seconds:.1f} s", flush=True)

@@ -10,10 +10,8 @@ import argparse
 import json
 
 import numpy as np
-from engine_driver import SHAPES, Driver, model_directory
+from engine_driver import SHAPES, Driver
 from tqdm import tqdm
-
-from engine.api.config import EngineConfig
 
 
 def workload(name: str, scale: float) -> list[tuple[int, int]]:
@@ -40,14 +38,11 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
-    driver = Driver(
-        EngineConfig(
-            model=model_directory(args.model),
-            load_format="dummy" if args.model in SHAPES else "auto",
-            device=args.device,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-        )
+    driver = Driver.of_model(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     figures: dict[str, float] = {}
     for name in args.work:

@@ -6,6 +6,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,6 +101,12 @@ class Driver:
         self.engine = build_engine(self.config, self.receive)
         self.loop = self.engine.loop
         self.start_seconds = time.monotonic() - started
+
+    @classmethod
+    def of_model(cls, model: str, **settings: Any) -> "Driver":
+        """`model`: a directory, or the name of one of SHAPES with weights that mean nothing."""
+        load_format = "dummy" if model in SHAPES else "auto"
+        return cls(EngineConfig(model=model_directory(model), load_format=load_format, **settings))
 
     def add(self, prompt: np.ndarray, max_tokens: int, **params: object) -> int:
         """Queue a prompt of token ids; returns the request's id."""
