@@ -267,3 +267,77 @@ def test_index_decides_which_files_count(model_dir: Path) -> None:
     save_file({"stray": torch.ones(1)}, model_dir / "stray.safetensors")
     assert find_weight_files(str(model_dir)) == [f"{model_dir}/{WEIGHTS}"]
     load(model_dir)
+
+
+# --- failures known from other servers -----------------------------------------------------------------
+
+HEAD = "lm_head.weight"
+INDEX_WITH_A_HOLE = {"weight_map": {Q_PROJ: "model-00001-of-00001.safetensors"}}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_head_is_needed_unless_it_is_tied(
+    model_dir: Path, is_tied: bool, has_head: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B18: a head that is there although it is tied is left alone, with a note."""
+    edit_config(model_dir, tie_word_embeddings=is_tied)
+    if not has_head:
+        change_tensors(model_dir, lambda tensors: tensors.pop(HEAD))
+    if not is_tied and not has_head:
+        assert HEAD in error_of(lambda: load(model_dir))
+        return
+    with caplog.at_level(logging.INFO):
+        load(model_dir)
+    assert (f"{HEAD} is not used" in caplog.text) == (is_tied and has_head)
+
+
+def test_an_index_that_lists_a_missing_file_names_it(model_dir: Path) -> None:
+    """B18: though there is another file with all weights, as the index decides."""
+    (model_dir / INDEX_FILE).write_text(json.dumps(INDEX_WITH_A_HOLE))
+    assert "model-00001-of-00001.safetensors" in error_of(lambda: load(model_dir))
+
+
+def yarn(name: str) -> dict[str, Any]:
+    return {name: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions"),
+    [
+        ({"rope_parameters": None}, 512),
+        ({"rope_scaling": {"rope_type": "default"}}, 512),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 1024),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1024),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1024),
+        ({"rope_scaling": yarn("type")}, 512),
+        ({"rope_scaling": yarn("rope_type")}, 512),
+        ({"rope_parameters": {"rope_theta": 5e5, **yarn("rope_type")}}, 512),
+    ],
+)
+def test_rope_settings_load_under_every_name(
+    model_dir: Path, settings: dict[str, Any], positions: int
+) -> None:
+    """B17: `type` and `rope_type`, `rope_scaling` and `rope_parameters`; yarn counts from the original."""
+    edit_config(model_dir, rope_parameters=None, rope_theta=10000.0)
+    edit_config(model_dir, **settings)
+    assert ModelConfig.from_directory(str(model_dir)).max_model_len == positions
+    load(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"type": "spiral"}, "rope type 'spiral' is not supported; supported: default, "),
+        ({"type": "yarn"}, "'yarn' needs factor"),
+        ({"rope_type": "longrope", "factor": 4.0}, "'longrope' needs short_factor"),
+    ],
+)
+def test_rope_settings_that_cannot_be_used_are_named(
+    model_dir: Path, scaling: dict[str, Any], words: str
+) -> None:
+    """B17: one line that says which, at the start."""
+    edit_config(model_dir, rope_parameters=None, rope_scaling=scaling)
+    message = error_of(lambda: ModelConfig.from_directory(str(model_dir)))
+    assert message.startswith(f"{model_dir}/config.json: ")
+    assert words in message

@@ -16,6 +16,19 @@ FLAGS = [
     "--num-blocks", "28", "--admission", "greedy", "--served-model-name", "tiny",
 ]  # fmt: skip
 SEVERAL_EOS = [2, 5, 9]
+STRICT_TEMPLATE = """
+{%- for m in messages -%}
+  {%- if m.role == 'system' and not loop.first -%}
+    {{ raise_exception('The system message comes first.') }}
+  {%- elif m.role == 'assistant' and loop.first -%}
+    {{ raise_exception('A conversation begins with the user.') }}
+  {%- endif -%}
+[{{ m.role }}] {{ m.content }}
+{% endfor -%}
+{%- if reasoning_effort and reasoning_effort not in ('low', 'high') -%}
+  {{ raise_exception('Unknown effort: ' ~ reasoning_effort) }}
+{%- endif -%}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +36,9 @@ def server(tmp_path_factory):
     """A pool in which one long request fits well, and eight do not; a model with several EOS ids."""
     folder = make_tiny("llama", tmp_path_factory.mktemp("tiny"))
     Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": SEVERAL_EOS}))
-    with live_server(folder, *FLAGS) as running:
+    template = Path(folder, "strict.jinja")
+    template.write_text(STRICT_TEMPLATE)
+    with live_server(folder, *FLAGS, "--chat-template", str(template)) as running:
         yield running
 
 
@@ -135,3 +150,41 @@ async def test_text_cut_inside_a_character_ends_the_same_way_streamed_or_not(ser
             text, reason, _ = await streamed(server, session, body)
             assert text == answer["choices"][0]["text"]
             assert reason == answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("roles", "fields", "code", "words"),
+    [
+        (["user", "system"], {}, "invalid_messages", "The system message comes first."),
+        (["system", "system", "user"], {}, "invalid_messages", "The system message comes first."),
+        (["assistant"], {}, "invalid_messages", "A conversation begins with the user."),
+        (["user"], {"reasoning_effort": "medium"}, "invalid_messages", "Unknown effort: medium"),
+        (
+            ["user"],
+            {"chat_template_kwargs": {"reasoning_effort": "huge"}},
+            "invalid_messages",
+            "Unknown effort: huge",
+        ),
+        ([], {}, None, "messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_chat_template_refuses_is_400_in_its_own_words(
+    server, roles, fields, code, words, stream
+) -> None:
+    """B11: not a 500, and no event of a stream that has begun; the next conversation is answered."""
+    url = server.url + "/v1/chat/completions"
+    good = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    bad = {
+        "messages": [{"role": role, "content": "x"} for role in roles],
+        "stream": stream,
+        **fields,
+    }
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url, json=bad) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, "messages")
+            assert code is None or error["code"] == code
+            assert words in error["message"]
+        async with session.post(url, json=good) as response:
+            assert response.status == 200

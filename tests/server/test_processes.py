@@ -11,6 +11,7 @@ import aiohttp
 import openai
 import pytest
 
+from server.processes import DEFAULTS
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.processes import children_of, is_alive
 from tests.server.conftest import LiveServer, live_server, read_events, spawned, wait_for
@@ -145,6 +146,13 @@ async def test_streamed_equals_not_streamed_for_many_unicode_texts(server):
                 await both(session, i)
 
         await asyncio.gather(*(limited(i) for i in range(200)))
+
+
+def test_compiled_products_are_bounded_unless_the_environment_says_otherwise(server):
+    """Else an engine on a CPU grows by a GB with the lengths of prompts (docs/performance.md)."""
+    for name, value in DEFAULTS.items():
+        environment = Path(f"/proc/{child_named(server, 'engine')}/environ").read_bytes()
+        assert f"{name}={os.environ.get(name, value)}".encode() in environment.split(b"\0")
 
 
 def test_bad_requests_leave_the_server_up(server):
