@@ -271,7 +271,7 @@ def test_bad_words_and_allowed_token_ids(llm):
 def test_constraints_that_cannot_work_are_refused(llm):
     for wrong, param in (
         ({"structured": StructuredOutput("regex", "(")}, "structured"),
-        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids[0]"),
         ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids"),
     ):
         with pytest.raises(PromptError) as caught:
