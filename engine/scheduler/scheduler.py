@@ -43,6 +43,7 @@ from engine.scheduler.decode_batch import DecodeBatch, places
 from engine.scheduler.draft import Launched, NewTokens, StepDraft
 from engine.scheduler.output import OutputBuffer
 from engine.scheduler.policy import WaitingQueue, choose_victim
+from engine.scheduler.sharing import kept_for
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +184,14 @@ class Scheduler:
                     decodes.renew_pause(place)
 
     def _schedule_prefills(self, draft: StepDraft) -> None:
-        """The rest of the budget for unfinished prefills."""
+        """The rest of the budget for unfinished prefills, less what a short one may start with."""
+        kept = 0
+        if self._waiting and len(self._running) < self.config.max_num_seqs:
+            head, admission = self._waiting.first(), self._make_admission()
+            kept = kept_for(head, self.kv, admission, draft.budget_left)
         for request in [r for r in self._running.values() if r.is_prefilling]:
             want = request.num_prefill_tokens - request.num_computed
-            num_tokens = self._chunk(want, draft.budget_left)
+            num_tokens = self._chunk(want, draft.budget_left - kept)
             if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
                 continue
             if self._grow(request, num_tokens, draft):
