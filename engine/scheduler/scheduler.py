@@ -186,8 +186,8 @@ class Scheduler:
     def _schedule_prefills(self, draft: StepDraft) -> None:
         """The rest of the budget for unfinished prefills, less what a short one may start with."""
         kept = 0
-        has_seat = len(self._running) < self.config.max_num_seqs
-        if self._waiting and has_seat and self.config.enable_chunked_prefill:  # else it might starve
+        can_cut = self.config.enable_chunked_prefill  # else a long one might starve
+        if can_cut and self._waiting and len(self._running) < self.config.max_num_seqs:
             head, admission = self._waiting.first(), self._make_admission()
             kept = kept_for(head, self.kv, admission, draft.budget_left)
         for request in [r for r in self._running.values() if r.is_prefilling]:
