@@ -117,7 +117,7 @@ async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = N
     wire = Wire(Bodies(document), list(document["paths"]))
     numbers = iter(range(num) if only is None else [only])
     texts = [await stream_text(target, i) for i in range(NUM_STREAMS)]
-    idle = await target.metrics()
+    idle = await metrics_when_idle(target)
     began = time.monotonic()
     is_over = asyncio.Event()
 
@@ -153,6 +153,19 @@ async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = N
     report.memory.append(memory_of(await target.metrics()))
     report.seconds = time.monotonic() - began
     return report
+
+
+async def metrics_when_idle(target: Target) -> dict[str, float]:
+    """The gauges follow the engine by up to a tenth of a second: wait until they say that nothing runs."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        metrics = await target.metrics()
+        busy = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        if not any(value for key, value in metrics.items() if key.startswith(busy)):
+            return metrics
+        if time.monotonic() > deadline:
+            raise SystemExit("others use this server: it does not become idle")
+        await asyncio.sleep(0.1)
 
 
 def memory_of(metrics: dict[str, float]) -> dict[str, float]:

@@ -76,7 +76,7 @@ async def test_a_request_that_outlives_its_client_is_caught(
 ) -> None:
     site.backend.script = lambda generate: Script(pieces=["a"] * 400, delay_s=0.01)
     assert (await levels(site, "disconnect"))["disconnect"][0] == "pass"
-    assert site.backend.aborted
+    await eventually(lambda: site.backend.aborted)
     monkeypatch.setattr("scripts.operate.checks.FREED_WITHIN_S", 0.3)
     monkeypatch.setattr(site.service.client, "abort", lambda stream: None)
     level, detail = (await levels(site, "disconnect"))["disconnect"]
