@@ -113,15 +113,19 @@ async def test_an_engine_of_operators_says_whose_key_it_wants(tab: Page) -> None
 
 async def test_three_real_processes(tab: Page, tmp_path: Path) -> None:
     """An answer in the chat, a request that waits for it and says why, and a stop that frees both."""
-    model = make_tiny("llama", tmp_path / "model")
+    model = tmp_path / "model"
+    make_tiny("llama", model, max_position_embeddings=8192)
+    for name in ("config.json", "generation_config.json"):  # texts go on until they are stopped
+        settings = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**settings, "eos_token_id": None}))
     flags = (
-        "--dtype", "float32", "--cpu-threads", "1", "--max-model-len", "512", "--num-blocks", "64",
+        "--dtype", "float32", "--cpu-threads", "1", "--max-model-len", "8192", "--num-blocks", "600",
         "--block-size", "16", "--max-num-seqs", "1", "--served-model-name", "tiny",
     )  # fmt: skip
-    with live_server(model, *flags) as server:
+    with live_server(str(model), *flags) as server:
         await open_page(tab, server.url)
         assert await tab.text("#model") == "tiny"
-        for name, value in (("seed", "5"), ("max_tokens", "470")):
+        for name, value in (("seed", "5"), ("max_tokens", "8000")):
             await tab.focus(f"[name={name}]")
             await tab.type(value)
         await ask(tab, "Hi")
