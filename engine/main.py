@@ -34,7 +34,7 @@ from engine.api.messages import (
     decoder,
     encoder,
 )
-from engine.api.process import die_with_parent, resident_bytes
+from engine.api.process import LaunchConfig, die_with_parent, resident_bytes
 
 if TYPE_CHECKING:
     from engine.loop import StepLoop
@@ -44,15 +44,6 @@ logger = logging.getLogger("engine")
 HEARTBEAT_SECONDS = 0.5
 STATS_SECONDS = 0.1
 IDLE_POLL_MS = 500
-
-
-class LaunchConfig(msgspec.Struct):
-    """Contents of the --config file."""
-
-    engine: dict[str, object]
-    run_dir: str
-    epoch: int
-    parent_pid: int
 
 
 class Heartbeat(threading.Thread):

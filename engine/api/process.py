@@ -1,10 +1,21 @@
-"""Process matters that all of Sluice's processes share: dying with the parent, memory in use."""
+"""Process matters that Sluice's processes share: how an engine is started, dying with the parent, memory."""
 
 import ctypes
 import os
 import signal
 
+import msgspec
+
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+class LaunchConfig(msgspec.Struct):
+    """Contents of the --config file of an engine process."""
+
+    engine: dict[str, object]
+    run_dir: str
+    epoch: int
+    parent_pid: int
 
 
 def die_with_parent(parent_pid: int) -> None:

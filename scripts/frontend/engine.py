@@ -32,20 +32,11 @@ from engine.api.messages import (
     decoder,
     encoder,
 )
-from engine.api.process import die_with_parent
+from engine.api.process import LaunchConfig, die_with_parent
 from scripts.frontend.word_clock import WordClock
 
 HEARTBEAT_NS = 500_000_000
 STATS_NS = 100_000_000
-
-
-class LaunchConfig(msgspec.Struct):
-    """Contents of the --config file, as far as they matter here."""
-
-    engine: dict[str, object]
-    run_dir: str
-    epoch: int
-    parent_pid: int
 
 
 class Steps:

@@ -35,7 +35,7 @@ class LocalLink:
         elif isinstance(message, Abort):
             self.engine.abort(message.req_ids)
         else:
-            raise NotImplementedError(f"no batch sends {type(message).__name__}")
+            raise TypeError(f"a batch sends Generate and Abort, not {type(message).__name__}")
 
     def step(self) -> None:
         """One step of the engine, if it has anything to do."""

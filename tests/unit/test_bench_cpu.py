@@ -17,6 +17,7 @@ from aiohttp import web
 
 from scripts import bench_cpu
 from scripts.bench_cpu import Client, Level, Result, Sample
+from scripts.operate import process_tree
 from tests.engine_cpu.tiny_models import make_tiny
 
 
@@ -205,12 +206,12 @@ def test_signals_end_the_server_too(tmp_path: Path, number: signal.Signals) -> N
         assert time.monotonic() < deadline
         assert child.poll() is None
         time.sleep(0.05)
-    members = bench_cpu.tree_cpu_seconds(child.pid)
+    members = process_tree.tree_cpu_seconds(child.pid)
     child.send_signal(number)
     _, said = child.communicate(timeout=30)
     assert child.returncode == 128 + number
     assert said == ""
-    assert not any(bench_cpu.is_running(pid) for pid in members)
+    assert not any(process_tree.is_running(pid) for pid in members)
     assert list(scratch.iterdir()) == []
 
 
@@ -221,14 +222,14 @@ async def test_idle_watch_sees_a_grandchild_at_work() -> None:
     try:
         seconds = 0.0
         for _ in range(200):
-            members = bench_cpu.tree_cpu_seconds(child.pid)
+            members = process_tree.tree_cpu_seconds(child.pid)
             seconds = sum(members.values())
             if len(members) == 2 and seconds >= 0.2:
                 break
             await asyncio.sleep(0.05)
         assert len(members) == 2
         assert seconds >= 0.2
-        assert await bench_cpu.idle_cpu_percent(child.pid, 0.3) > 5
+        assert await process_tree.idle_cpu_percent(child.pid, 0.3) > 5
     finally:
         os.killpg(child.pid, 9)
         child.wait()
