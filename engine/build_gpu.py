@@ -155,9 +155,11 @@ def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) 
     """Give the runner its graphs; returns the bytes that they took."""
     before = torch.cuda.mem_get_info(resolved.device)[0]
     attention = runner.attention
+    sampler = runner.sampler
     assert isinstance(attention, PagedAttention | PagedAttentionF32)
+    assert isinstance(sampler, DeviceSampler)
     graphs = DecodeGraphs(
-        runner.model, attention, runner.table, resolved.max_num_seqs, resolved.device
+        runner.model, attention, sampler, runner.table, resolved.max_num_seqs, resolved.device
     )
     graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction, what))
     runner.graphs = graphs

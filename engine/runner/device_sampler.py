@@ -7,7 +7,7 @@ so a captured graph goes on serving whoever is in its rows:
 
     add, free       host only, but for the new row's tables
     flush           one small copy if rows have changed; before the step, outside of graphs
-    sample_on_device    two kernels; may be captured
+    sample_on_device    two kernels; may be captured, and is in decode graphs
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,7 @@ MOST_SCORE_ROWS = 256
 LEAST_SCORE_ROWS = 16
 
 EDITS = Needs.PENALTIES | Needs.LOGIT_BIAS | Needs.MIN_TOKENS
+BEYOND_PLAIN = int(EDITS | Needs.LOGPROBS)  # an int: flags take microseconds to combine
 
 
 class TablePool:
@@ -160,6 +161,11 @@ class DeviceSampler:
         for which in SamplingClass:
             token_ids, is_bad = self.sample_on_device(logits, rows, rows, which)
         self.logprobs_on_device(logits, rows, token_ids, is_bad, num_top=1)
+
+    def is_plain(self, rows: Int32Array) -> bool:
+        """All that `rows` ask for is in SamplingClass.SIMPLE, and none reports log-probabilities."""
+        needs = int(np.bitwise_or.reduce(self.table.needs[rows], initial=0))
+        return needs & BEYOND_PLAIN == 0
 
     def sampling_class(self, rows: Int32Array, has_masks: bool = False) -> SamplingClass:
         """The smallest class that has all stages of `rows`."""

@@ -1,20 +1,26 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds.
 
-A graph holds everything from row numbers to logits, for one padded batch size:
+A graph holds everything from row numbers to tokens, for one padded batch size:
 
     host   rows, computed tokens, appended blocks ──one copy──► staged
-    graph  prepare_decode ─► plan of the attention's work ─► forward ─► logits
+    graph  prepare_decode ─► plan of the attention's work ─► forward ─► logits ─► sample
+    host   tokens ◄──one copy── results
 
-What changes from step to step is read from device memory, so a replay needs the one small copy and
-nothing else. Sampling is launched after the graph, as usual; the host is far ahead by then. Padding
-rows up to the graph's size are the dummy row 0. Graphs are captured largest first, so that the
-smaller ones fit into the memory of the first.
+What changes from step to step is read from device memory, so a replay needs these two small copies and
+nothing else. The graph samples as far as most requests ask for: greedily, or with temperature, top_k,
+top_p and min_p. A step in which a row asks for more is sampled again from its logits, all rows at once;
+that overwrites their last tokens, and is in order before the next step reads them. Padding rows up to
+the graph's size are the dummy row 0. Graphs are captured largest first, so that the smaller ones fit
+into the memory of the first.
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,15 +28,25 @@ from engine.attention.base import GraphAttention, StepInputs
 from engine.models.base import Model
 from engine.ops import jit
 from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
+from engine.ops.sample_cuda import SamplingClass
 from engine.plan import StepPlan
+from engine.runner.device_sampler import DeviceSampler
 from engine.runner.request_table import RequestTable, table_updates
-from engine.runner.staging import Staging
+from engine.runner.step_memory import SlotSample, StepMemory
 
 
 def graph_sizes(max_batch: int) -> list[int]:
     """1, 2, 4, 8, then steps of 8 to 64, 16 to 256, 32 beyond, up to max_batch: few padded rows."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
+
+
+@dataclass(slots=True)
+class GraphStep:
+    """A decode step that has been replayed."""
+
+    logits: Tensor  # [batch, vocab_size] of the plan's rows, valid until the next replay
+    sample: SlotSample | None  # None if a row asks for more than a graph does
 
 
 class DecodeGraphs:
@@ -40,19 +56,19 @@ class DecodeGraphs:
         self,
         model: Model,
         attention: GraphAttention,
+        sampler: DeviceSampler,
         table: RequestTable,
         max_batch: int,
         device: torch.device,
     ) -> None:
         self.model = model
         self.attention = attention
+        self.sampler = sampler
         self.table = table
         self.max_batch = max_batch
         self.sizes = graph_sizes(max_batch)
         self.max_updates = max_batch  # a decode step appends at most one block per row
-        num_words = staged_size(max_batch, self.max_updates)
-        self.staging = Staging(num_words * 4, device)
-        self.staged = self.staging.device_buffer.view(torch.int32)
+        self.memory = StepMemory(staged_size(max_batch, self.max_updates), max_batch, device)
         self.inputs = DecodeInputs.allocate(max_batch, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.logits: dict[int, Tensor] = {}
@@ -61,28 +77,35 @@ class DecodeGraphs:
         """Pure decode steps only; a new row means a prefill row, so those never come with new rows."""
         return bool(self.graphs) and plan.num_decodes == plan.batch_size <= self.max_batch
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Replay the step; returns logits [batch, vocab_size] of the plan's rows, valid until the
-        next replay."""
-        self.stage(plan)
-        size = next(size for size in self.sizes if size >= plan.batch_size)
+    def run(self, plan: StepPlan) -> GraphStep:
+        """Upload, replay, download: nothing waits."""
+        batch = plan.batch_size
+        size = self.sizes[bisect_left(self.sizes, batch)]
+        slot = self.memory.next_slot()
+        self.stage(plan, slot.words)
+        self.sampler.flush()
+        self.memory.upload(slot)
         self.replay(size)
-        return self.logits[size][: plan.batch_size]
+        self.memory.download(slot)
+        is_plain = self.sampler.is_plain(plan.rows)
+        return GraphStep(self.logits[size][:batch], SlotSample(slot, batch) if is_plain else None)
 
     def replay(self, size: int) -> None:
         self.graphs[size].replay()
 
-    def stage(self, plan: StepPlan) -> None:
-        batch = plan.batch_size
-        updates = table_updates(plan)
-        assert len(updates) <= self.max_updates, "a decode step appends one block per row at most"
-        words = np.zeros(HEADER + 2 * self.max_batch + 3 * len(updates), np.int32)
-        words[0], words[1] = batch, len(updates)
+    def stage(self, plan: StepPlan, words: npt.NDArray[np.int32]) -> None:
+        """Write `words`, the contract of prepare_decode."""
+        batch, computed = plan.batch_size, HEADER + self.max_batch
+        words[0], words[1] = batch, 0
         words[HEADER : HEADER + batch] = plan.rows
-        start = HEADER + self.max_batch
-        words[start : start + batch] = plan.num_computed
-        words[start + self.max_batch :] = updates.reshape(-1)
-        self.staging.upload([words])
+        words[computed : computed + batch] = plan.num_computed
+        if plan.appended:
+            updates = table_updates(plan)
+            assert len(updates) <= self.max_updates, (
+                "a decode step appends one block per row at most"
+            )
+            words[1] = len(updates)
+            words[computed + self.max_batch :][: updates.size] = updates.reshape(-1)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[float, str], None]) -> None:
@@ -112,8 +135,9 @@ class DecodeGraphs:
             self.graphs[size] = graph
 
     def body(self, size: int) -> Tensor:
+        """From `staged` to logits, and to the tokens in `memory`."""
         prepare_decode(
-            self.staged,
+            self.memory.staged,
             self.table.block_table,
             self.table.last_token,
             self.inputs,
@@ -122,7 +146,16 @@ class DecodeGraphs:
         )
         inputs = self.step_inputs(size)
         self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)
-        return self.model.logits(self.model.forward(inputs, self.attention))
+        logits = self.model.logits(self.model.forward(inputs, self.attention))
+        self.sampler.sample_on_device(
+            logits,
+            self.inputs.rows[:size],
+            self.inputs.seq_lens[:size],  # the place of the token to come
+            SamplingClass.SIMPLE,
+            last_token=self.table.last_token,
+            out=(self.memory.token_ids[:size], self.memory.is_bad[:size]),
+        )
+        return logits
 
     def step_inputs(self, size: int) -> StepInputs:
         """Views of the static buffers. Host fields describe shapes only: their values are unknown."""

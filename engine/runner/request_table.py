@@ -36,14 +36,16 @@ class RequestTable:
 
 def table_updates(plan: StepPlan) -> npt.NDArray[np.int32]:
     """The same changes as a list of (row, index, block), int32 [num_updates, 3], for the device."""
-    parts = [(init.row, 0, init.block_ids) for init in plan.new_rows] + plan.appended
-    if not parts:
-        return np.zeros((0, 3), np.int32)
-    counts = [len(blocks) for _, _, blocks in parts]
-    updates = np.empty((sum(counts), 3), np.int32)
-    updates[:, 0] = np.repeat([row for row, _, _ in parts], counts)
-    updates[:, 1] = np.concatenate(
-        [np.arange(index, index + len(blocks)) for _, index, blocks in parts]
-    )
-    updates[:, 2] = np.concatenate([np.asarray(blocks, np.int32) for _, _, blocks in parts])
-    return updates
+    appended = [
+        (row, index, block)
+        for row, first, block_ids in plan.appended
+        for index, block in enumerate(block_ids, first)
+    ]
+    parts = [np.array(appended, np.int32).reshape(-1, 3)]
+    for init in plan.new_rows:
+        part = np.empty((len(init.block_ids), 3), np.int32)
+        part[:, 0] = init.row
+        part[:, 1] = np.arange(len(part))
+        part[:, 2] = init.block_ids
+        parts.append(part)
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -16,11 +16,12 @@ from engine.plan import StepPlan, StepResult
 from engine.runner.constraints import RowConstraints
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
-from engine.runner.graphs import DecodeGraphs
+from engine.runner.graphs import DecodeGraphs, GraphStep
 from engine.runner.host_blocks import HostBlocks
 from engine.runner.prompt_logprobs import PromptOutput, score_prompts
 from engine.runner.request_table import RequestTable
 from engine.runner.sampler import SampleOutput, Sampler
+from engine.runner.step_memory import SlotSample
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class HeldStep:
 class StepHandle:
     """A launched step. `wait` gives its values; on a CPU they are there already."""
 
-    sample: SampleOutput | None
+    sample: SampleOutput | SlotSample | None
     done: torch.cuda.Event | None = None  # recorded after the copy to the host
     prompt: PromptOutput | None = None
     held: HeldStep | None = None  # sampling waits for `finish`
@@ -99,13 +100,18 @@ class ModelRunner:
             self.sampler.add(init)
             self.constraints.add(init)
         self.table.apply(plan)
+        logits: Tensor | None
         prompt: PromptOutput | None = None
+        graph_step: GraphStep | None = None
         if self.graphs is not None and self.graphs.can_run(plan):
-            logits: Tensor | None = self.graphs.run(plan)
+            graph_step = self.graphs.run(plan)
+            logits = graph_step.logits
         else:
             logits, prompt = self.forward(plan)
         if logits is not None and self.constraints.among(sampling_rows(plan)):
             return StepHandle(None, held=HeldStep(plan, logits, prompt))
+        if graph_step is not None and graph_step.sample is not None:
+            return StepHandle(graph_step.sample, graph_step.sample.slot.done)
         sample = None if logits is None else self.sample(plan, logits)
         return self.to_host(sample, prompt)
 
