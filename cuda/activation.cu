@@ -5,19 +5,13 @@
 // f's result is rounded to scalar_t before the product, as two separate torch operations would do.
 #include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
+#include "common/gate.cuh"
 #include "common/vec.cuh"
 
 constexpr int THREADS = 128;
 constexpr int PER_THREAD = 2;          // vectors; enough loads under way to hide memory latency
 constexpr int ROW_VECS = INNER / VEC;  // a constant, so that dividing by it is cheap
 static_assert(INNER % VEC == 0, "rows are read 16 bytes at a time");
-
-DEV float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-DEV float gelu(float x) { return 0.5f * x * (1.f + erff(x * 0.70710678118654752f)); }
-DEV float gelu_tanh(float x) {  // section 2 of https://arxiv.org/abs/1606.08415
-  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-  return 0.5f * x * (1.f + tanhf(inner));
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 act_and_mul(const scalar_t* gate_up, scalar_t* __restrict__ out, i64 num_vecs) {

@@ -1,0 +1,74 @@
+"""A matrix product with what surrounds it in a decoder: the contract of our kernels for few rows.
+
+    x         [M, K], not changed
+    w         [N, K] as torch.nn.Linear has it
+    bias      [N] or None
+    norm_eps  not None: x is normed on the way. The norm's weight is in w already (`fold_norm`), so what is
+              left is a factor for each row, which commutes with the product:
+
+                  rms_norm(x, weight) W^T = (x (W diag(weight))^T) / sqrt(mean(x^2) + eps)
+
+    gated     w is [gate; up] with its rows interleaved by eights (`interleave`), as is the bias:
+              y = silu(gate part) * (up part), [M, N / 2]
+    residual  [M, outputs] or None: is added to y. `out` may be the same tensor
+    returns   out [M, outputs] of x's dtype, a fresh tensor unless given. Sums are in float32, and so is all
+              else; it is rounded once, at the end
+
+Interleaved rows: 16 j ... 16 j + 7 are gate's rows 8 j ... 8 j + 7, and 16 j + 8 ... 16 j + 15 are up's. So a
+tile of 16 rows holds both factors of eight outputs, whose 16 bytes are stored together.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP = 8  # rows of gate, then as many of up
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The definition in float32, rounded once."""
+    wide = x.float()
+    y = F.linear(wide, w.float())
+    if norm_eps is not None:
+        y = y * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm_eps)
+    if bias is not None:
+        y = y + bias.float()
+    if gated:
+        gate, up = split_interleaved(y)
+        y = F.silu(gate) * up
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def fold_norm(w: Tensor, weight: Tensor) -> Tensor:
+    """w [N, K] times the norm's weight [K], in place: computed in float32, rounded once."""
+    return w.mul_(weight)
+
+
+def can_interleave(num_rows: int) -> bool:
+    """Whether gate and up, together of so many rows, consist of whole groups."""
+    return num_rows % (2 * GROUP) == 0
+
+
+def interleave(gate_up: Tensor) -> Tensor:
+    """[gate; up], of N rows (or N elements), with its rows interleaved: a copy."""
+    half = gate_up.shape[0] // 2
+    groups = gate_up.view(2, half // GROUP, GROUP, *gate_up.shape[1:])
+    return groups.transpose(0, 1).reshape(gate_up.shape)
+
+
+def split_interleaved(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up [M, N / 2] of [M, N] whose columns are interleaved."""
+    groups = y.view(y.shape[0], -1, 2, GROUP)
+    gate, up = groups.unbind(2)
+    return gate.reshape(y.shape[0], -1), up.reshape(y.shape[0], -1)
