@@ -28,7 +28,7 @@ from engine.ops.kernel_list import kernel_specs
 from engine.ops.nvrtc import KernelBuildError
 from engine.ops.plan_decode import MAX_BATCH
 from engine.ops.sample_cuda import MAX_VOCAB
-from engine.plan import RowInit, StepPlan
+from engine.plan import PromptSpan, RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
@@ -234,15 +234,18 @@ def decode_plan(rows: int, position: int) -> StepPlan:
 def measure_activations(
     model_config: ModelConfig, model: Model, resolved: Resolved
 ) -> tuple[int, int]:
-    """Peak bytes beyond the weights of a step with the full token budget, all rows sampling; and what
-    the sampler's tables may take besides."""
+    """Peak bytes beyond the weights of a step with the full token budget, and what the sampler's tables
+    may take besides. All rows sample, and a prompt is scored, which takes all tokens through the last layer."""
     torch.cuda.reset_peak_memory_stats(resolved.device)
     before = torch.cuda.memory_allocated(resolved.device)
     runner = make_runner(model_config, model, resolved, num_blocks=2)
     budget, rows = resolved.max_num_batched_tokens, resolved.max_num_seqs
     share = min(resolved.max_model_len - 1, max(1, budget // rows))
     lengths = [share] * min(rows, budget // share)
-    runner.launch(prompt_plan(lengths)).wait()
+    plan = prompt_plan(lengths)
+    scored = plan.prompt_tokens[: runner.sampler.score_rows]
+    plan.prompt_spans = [PromptSpan(first_token=0, token_ids=scored, num_top=0)]
+    runner.launch(plan).wait()
     runner.launch(decode_plan(len(lengths), share)).wait()
     torch.cuda.synchronize(resolved.device)
     peak = torch.cuda.max_memory_allocated(resolved.device)

@@ -34,8 +34,10 @@ def leave_out_model(runner: ModelRunner, config: ModelConfig, max_batch: int) ->
     hidden = torch.zeros(4096, config.hidden_size)
     logits = torch.randn(max(max_batch, 4), config.vocab_size)
 
-    def forward(inputs: StepInputs, attention: AttentionBackend) -> torch.Tensor:
-        return hidden[: len(inputs.positions)]
+    def forward(
+        inputs: StepInputs, attention: AttentionBackend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return hidden[: len(inputs.positions if wanted is None else wanted)]
 
     runner.model.forward = forward
     runner.model.logits = lambda states: logits[: len(states)].clone()

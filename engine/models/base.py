@@ -16,8 +16,14 @@ class Model(Protocol):
     attention_specs: list[AttentionSpec]  # one per layer
     kv_scales: list[KVScales]  # one per layer, for a KV cache of 8 bits
 
-    def forward(self, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
-        """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
+    def forward(
+        self, inputs: StepInputs, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Write the KV cache; return hidden states after the final norm, [S, hidden_size].
+
+        They are those of the tokens `wanted` (int64 [S], may be none), or of all T without it. What only
+        the others need is not computed.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""

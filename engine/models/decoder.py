@@ -5,7 +5,10 @@ tokens -> embedding -> hidden [T, hidden_size], which every layer adds to in pla
     hidden += o(attend(rope_and_cache(qkv(norm(hidden)))))
     hidden += down(silu_and_mul(gate_up(norm(hidden))))
 
-hidden -> norm -> (rows whose logits are wanted) -> head -> logits [S, vocab_size]
+hidden -> norm -> head -> logits [S, vocab_size]
+
+Of the last layer every token needs its keys and values; what comes behind them is computed for the S rows
+that are wanted, with the step's attention between.
 """
 
 import importlib
@@ -128,7 +131,7 @@ class DecoderLayer:
             yield self.qk_norm
         yield from (self.output, self.mlp_norm, self.gate_up, self.down)
 
-    def __call__(
+    def queries(
         self,
         hidden: Tensor,  # [T, hidden_size], changed in place
         pending: Tensor | None,  # [T, hidden_size] what the layer before still has to add to it
@@ -136,9 +139,9 @@ class DecoderLayer:
         inputs: StepInputs,
         attention: AttentionBackend,
     ) -> Tensor:
-        """Returns what this layer has to add: the next norm does it on the way."""
+        """[T, num_heads, head_dim]; keys and values are in the cache then."""
         spec, kv = self.spec, attention.kv
-        q = rope_and_cache(
+        return rope_and_cache(
             self.qkv(self.input_norm(hidden, pending)),
             *rotation,
             inputs.slot_mapping,
@@ -149,8 +152,15 @@ class DecoderLayer:
             spec.rms_norm_eps,
             *kv.scales_of(self.index),
         )
-        attended = self.output(attention.attend(self.index, q, self.attention_spec, inputs))
-        gate_up = self.gate_up(self.mlp_norm(hidden, attended))
+
+    def attend(self, q: Tensor, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
+        """[T, num_heads * head_dim]"""
+        return attention.attend(self.index, q, self.attention_spec, inputs)
+
+    def rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Behind attention, for any rows. Returns what the layer has to add to `hidden` yet: the next norm
+        does it on the way."""
+        gate_up = self.gate_up(self.mlp_norm(hidden, self.output(attended)))
         return self.down(silu_and_mul(gate_up))
 
 
@@ -177,14 +187,24 @@ class Decoder:
             yield from layer.weighted_layers()
         yield from (self.norm, self.head)
 
-    def forward(self, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
-        """Hidden states after the final norm, [T, hidden_size]. Writes the KV cache."""
+    def forward(
+        self, inputs: StepInputs, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
+        """See engine/models/base.py."""
         hidden = self.embedding(inputs.input_ids)
         rotation = self.rotary(inputs.positions)
         pending: Tensor | None = None
-        for layer in self.layers:
-            pending = layer(hidden, pending, rotation, inputs, attention)
-        return self.norm(hidden, pending)
+        *others, last = self.layers
+        for layer in others:
+            q = layer.queries(hidden, pending, rotation, inputs, attention)
+            pending = layer.rest(hidden, layer.attend(q, inputs, attention))
+        q = last.queries(hidden, pending, rotation, inputs, attention)
+        if wanted is not None and len(wanted) == 0:
+            return hidden[:0]
+        attended = last.attend(q, inputs, attention)
+        if wanted is not None:
+            hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+        return self.norm(hidden, last.rest(hidden, attended))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""

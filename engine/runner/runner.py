@@ -149,15 +149,16 @@ class ModelRunner:
         """
         inputs = self.step_inputs(plan)
         self.attention.plan(inputs, self.specs)
-        hidden = self.model.forward(inputs, self.attention)
+        takes_all = plan.is_decode or bool(plan.prompt_spans)
+        wanted = None if takes_all else inputs.logits_indices
+        hidden = self.model.forward(inputs, self.attention, wanted)
         prompt: PromptOutput | None = None
         if plan.prompt_spans:
             prompt = score_prompts(hidden, plan.prompt_spans, self.model, self.sampler)
+            hidden = hidden.index_select(0, inputs.logits_indices)
         num_sampled = plan.batch_size if plan.is_decode else int(plan.samples.sum())
         if num_sampled == 0:
             return None, prompt
-        if len(inputs.logits_indices) < len(hidden) or not plan.is_decode:
-            hidden = hidden.index_select(0, inputs.logits_indices)
         return self.model.logits(hidden)[:num_sampled], prompt
 
     def sample(self, plan: StepPlan, logits: Tensor, masks: Tensor | None = None) -> SampleOutput:
