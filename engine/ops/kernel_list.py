@@ -6,6 +6,7 @@ Compiling ahead, the report at start and the checks in tests/kernels read this l
 from engine.ops import (
     activation,
     copy_blocks,
+    embed_tokens,
     logprobs_cuda,
     narrow_gemm,
     paged_attention_f32,
@@ -25,6 +26,7 @@ from engine.ops.jit import KernelConfig, VariantSpec
 OPS = (
     activation,
     copy_blocks,
+    embed_tokens,
     logprobs_cuda,
     narrow_gemm,
     paged_attention_f32,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import activation, copy_blocks, jit, rms_norm, rope_and_cache
+from engine.ops import activation, copy_blocks, embed_tokens, jit, rms_norm, rope_and_cache
 
 Record = Callable[[Callable[[], object]], Callable[[], None]]
 
@@ -317,3 +317,24 @@ def test_copy_blocks(shape: tuple[int, ...], dtype: torch.dtype, graph_replay: R
         replay()
         for index, (got, expected) in enumerate(zip(caches, want, strict=True)):
             assert torch.equal(got, expected), f"cache {index}"
+
+
+# --- embedding and angles ---
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 4099])
+def test_embed_tokens(num_tokens: int, graph_replay: Record) -> None:
+    table, angle_table = randn(1000, 896, dtype=BF16), randn(2048, 64, dtype=FP32)
+    token_ids, positions = torch.zeros(2, num_tokens, dtype=torch.int64, device="cuda")
+    got: list[Tensor] = []
+
+    def work() -> None:
+        got[:] = embed_tokens.embed_tokens(token_ids, positions, table, angle_table)
+
+    replay = graph_replay(work)
+    for _ in range(2):
+        token_ids.copy_(torch.randint(0, 1000, (num_tokens,)))
+        positions.copy_(torch.randint(0, 2048, (num_tokens,)))
+        replay()
+        assert torch.equal(got[0], table[token_ids])
+        assert torch.equal(got[1], angle_table[positions])

@@ -8,13 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import activation, copy_blocks, prepare_decode, rms_norm, rope_and_cache
+from engine.ops import (
+    activation,
+    copy_blocks,
+    embed_tokens,
+    prepare_decode,
+    rms_norm,
+    rope_and_cache,
+)
 from tests.kernels import emulator
 from tests.kernels.emulator import as_if_cuda, emulated
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
-MODULES = (activation, copy_blocks, prepare_decode, rms_norm, rope_and_cache)
+MODULES = (activation, copy_blocks, embed_tokens, prepare_decode, rms_norm, rope_and_cache)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
 
@@ -266,6 +273,17 @@ def test_prepare_decode() -> None:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert got.slots[2] == 77 * block_size
     assert got.slots[num_rows:batch].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("hidden_size", [64, 2056])
+def test_embed_tokens(hidden_size: int) -> None:
+    table, angle_table = torch.randn(50, hidden_size).to(BF16), torch.randn(30, 80)
+    token_ids, positions = torch.tensor([49, 0, 7, 7]), torch.tensor([0, 29, 3, 11])
+    assert embed_tokens.has_kernel(table)
+    hidden, angles = embed_tokens.embed_tokens(as_if_cuda(token_ids), positions, table, angle_table)
+    assert torch.equal(hidden, table[token_ids])
+    assert torch.equal(angles, angle_table[positions])
+    assert not embed_tokens.has_kernel(torch.zeros(50, 12, dtype=BF16)), "24 bytes a row"
 
 
 # --- the emulator itself ---
