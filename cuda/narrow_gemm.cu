@@ -1,4 +1,4 @@
-// y = x W^T for up to 128 rows x, bound by reading W: see engine/ops/narrow_gemm.py.
+// y = x W^T for up to 64 rows x, bound by reading W: see engine/ops/narrow_gemm.py.
 //
 // What limits more rows than a handful is how often x is read, once for each tile of rows of W: tiles
 // should be high. But then there are fewer of them than SMs. So a tile is given to a cluster of CLUSTER
@@ -18,17 +18,28 @@
 //   x [8 COLUMN_TILES, 16]  ldmatrix --> B fragments, x rows as N  /  mma m16n8k16, sums in registers
 //
 // Of 16 rows of W the even ones are the first 8 rows of A and the odd ones the last 8, so that the sums of
-// lane 4 g + t are of neighbours: rows 2 g and 2 g + 1 of W with rows 2 t and 2 t + 1 of x.
+// lane 4 g + t are of neighbours: rows 2 g and 2 g + 1 of W with rows 2 t and 2 t + 1 of x. GATED, they are
+// in their own order: 8 rows of gate, then 8 of up, so that a lane has both factors of output g.
+//
+// NORMED, the tensor cores sum the squares of x as well: 16 rows of x are A, 8 of them B, and the diagonals of
+// the products are wanted. The 16 rows and the steps of a chunk are dealt out to all warps. All tiles have the
+// same x, so this is done beside the first one.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
 //   -DROW_TILES=n -DWARPS_N=n -DWARPS_K=n   tiles of up to 16 ROW_TILES WARPS_N rows of W; 8 warps in all
-//   -DCOLUMN_TILES=n                        up to 8 n rows of x; n is even
-//   -DCHUNK=64 | 128                        columns, a multiple of 16 WARPS_K
+//   -DCOLUMN_TILES=2 | 4 | 8                up to 8 n rows of x
+//   -DCHUNK=64 | 128 | 256                  columns, a multiple of 16 WARPS_K
 //   -DSTAGES=n -DCLUSTER=n
+//   -DNORMED=1                              rows of y times 1 / sqrt(mean(x^2) + eps), before the bias
+//   -DGATED=1                               y = silu(gate) * up, with W interleaved by eights
+#ifndef NORMED
+#define NORMED 0
+#endif
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/gate.cuh"
 #include "common/mma.cuh"
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS, LOADERS = THREADS / 2;
@@ -41,10 +52,23 @@ constexpr int W_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int STAGE = W_BYTES + COLUMNS * ROW_BYTES;
 constexpr int STEPS = CHUNK / (16 * WARPS_K);   // of 16 columns, for each warp
 constexpr int FRAGMENTS = ROW_TILES * COLUMN_TILES;        // of a warp's sums: 16 x 8 numbers
-constexpr int SLOTS = WARPS_K > 2 ? WARPS_K - 1 : 1;       // of a fragment in the exchange
+constexpr int ALL_FRAGMENTS = WARPS_N * FRAGMENTS;         // of a tile: [16 rows of W][8 rows of x]
 constexpr int ROWS_AT_ONCE = LOADERS / PIECES;             // that the copying threads cover
 static_assert(WARPS == 8 && COLUMN_TILES % 2 == 0 && CHUNK % (16 * WARPS_K) == 0, "see above");
 static_assert(TILE_ROWS % ROWS_AT_ONCE == 0 && COLUMNS % ROWS_AT_ONCE == 0, "copies come out even");
+
+// A tile's fragments are dealt out to the warps of the cluster's blocks, those of one column to a warp.
+constexpr int DEALT = CLUSTER * WARPS, ROW_STEP = DEALT / COLUMN_TILES;
+constexpr int ITEMS = (ALL_FRAGMENTS + DEALT - 1) / DEALT;  // at most, for a warp
+static_assert(DEALT % COLUMN_TILES == 0, "at most 64 rows of x");
+
+constexpr int X_TILES = COLUMN_TILES / 2, SHARES = WARPS / X_TILES;  // of 16 rows; warps that share one
+
+#ifdef GATED
+constexpr int OUTPUTS = 8, PAIRS = 1;  // of 16 rows of W; of them with 8 of x, pairs that a lane stores
+#else
+constexpr int OUTPUTS = 16, PAIRS = 2;
+#endif
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef SCALAR_FP16
@@ -72,7 +96,15 @@ struct Cursor {
 // reads. Columns from k on become zeros, in W and in x. `loader`: number among the LOADERS threads.
 //
 // The eight lanes of an ldmatrix must find eight different banks of 16 bytes: pieces are exchanged by the
-// number of the row of x, and of the pair of rows of W, as A takes every other row.
+// number of the row among the eight that are loaded together.
+#ifdef GATED
+DEV int weight_row(int half, int j) { return 8 * half + j; }  // row j of an eighth of A, among 16 of W
+DEV int exchange_of(int row) { return row & 7; }
+#else
+DEV int weight_row(int half, int j) { return 2 * j + half; }
+DEV int exchange_of(int row) { return row >> 1 & 7; }
+#endif
+
 DEV void load_weights(const Operands& op, smem_t stage, Cursor at, int loader) {
   const int row = loader / PIECES, piece = loader % PIECES, column = at.chunk * CHUNK + piece * 8;
   const bool valid = column < op.k;
@@ -82,7 +114,7 @@ DEV void load_weights(const Operands& op, smem_t stage, Cursor at, int loader) {
   for (int i = 0; i < TILE_ROWS / ROWS_AT_ONCE; i++) {
     const int r = i * ROWS_AT_ONCE + row;
     if (r < count)
-      copy_async_16(stage + r * ROW_BYTES + ((piece ^ (r >> 1 & 7)) << 4), from + (i64)i * ROWS_AT_ONCE * op.k, valid);
+      copy_async_16(stage + r * ROW_BYTES + ((piece ^ exchange_of(r)) << 4), from + (i64)i * ROWS_AT_ONCE * op.k, valid);
   }
 }
 
@@ -101,12 +133,12 @@ DEV void load_inputs(const Operands& op, smem_t stage, int chunk, int loader) {
 
 typedef float Sums[FRAGMENTS][4];  // [row tile][column tile]
 
-// One chunk. Row j of ldmatrix's matrix q is at the address of lane 8 q + j. A: the even rows' first 8
-// columns, the odd rows', then the last 8 columns of both. B: columns 0 to 7 and 8 to 15 of 8 rows of x,
-// then of the next 8.
+// One chunk. Row j of ldmatrix's matrix q is at the address of lane 8 q + j. A: the first 8 columns of its two
+// halves of W's rows, then the last 8 columns of both. B: columns 0 to 7 and 8 to 15 of 8 rows of x, then of
+// the next 8.
 DEV void multiply(smem_t stage, int warp_n, int warp_k, int lane, Sums& sums) {
   const int q = lane >> 3, j = lane & 7;
-  const smem_t w_row = stage + (warp_n * WARP_ROWS + 2 * j + (q & 1)) * ROW_BYTES;
+  const smem_t w_row = stage + (warp_n * WARP_ROWS + weight_row(q & 1, j)) * ROW_BYTES;
   const smem_t x_row = stage + W_BYTES + ((q >> 1) * 8 + j) * ROW_BYTES;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
@@ -128,37 +160,122 @@ DEV void multiply(smem_t stage, int warp_n, int warp_k, int lane, Sums& sums) {
   }
 }
 
-// Adds what the warps have that share rows, and leaves fragment f's total in its slot 0. `exchange`:
-// [WARPS_N][FRAGMENTS][SLOTS][32 lanes], here from the warp's first row and the lane on. Warp f % WARPS_K of
-// those is the fragment's owner: only it reads the others' sums, so it may write the total over them.
-DEV void add_over_warps(const Sums& sums, float4* exchange, int warp_k) {
+// The same of x with itself: adds to squares[0] the products of a warp's 16 rows with the first 8 of them, to
+// squares[1] those with the last 8. Of a chunk's steps a warp takes every SHARES-th.
+typedef float Squares[2][4];
+DEV void multiply_inputs(smem_t stage, int warp, int lane, Squares& squares) {
+  const int q = lane >> 3, j = lane & 7;
+  const smem_t x_row = stage + W_BYTES + (warp % X_TILES * 16 + (q >> 1) * 8 + j) * ROW_BYTES;
 #pragma unroll
-  for (int f = 0; f < FRAGMENTS; f++) {
-    const int owner = f % WARPS_K, rank = warp_k - (warp_k > owner);  // among those that are not the owner
-    if (warp_k != owner)
-      exchange[(f * SLOTS + rank) * 32] = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
-  }
-  if (WARPS_K > 1) __syncthreads();
-#pragma unroll
-  for (int f = 0; f < FRAGMENTS; f++) {
-    if (warp_k != f % WARPS_K) continue;
-    // in order of the warps, whoever owns the fragment: a row's sums do not depend on its place
-    const int owner = f % WARPS_K;
-    const float4 own = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
-    float4 total = owner == 0 ? own : exchange[f * SLOTS * 32];
-#pragma unroll
-    for (int w = 1; w < WARPS_K; w++)
-      total = plus(total, w == owner ? own : exchange[(f * SLOTS + w - (w > owner)) * 32]);
-    exchange[f * SLOTS * 32] = total;
+  for (int i = 0; i < (CHUNK / 16 + SHARES - 1) / SHARES; i++) {
+    const int step = i * SHARES + warp / X_TILES;
+    if (step >= CHUNK / 16) break;
+    u32 b[4];
+    ldmatrix_x4(b, x_row + (((2 * step + (q & 1)) ^ j) << 4));
+    const u32 a[4] = {b[0], b[2], b[1], b[3]};
+    mma(squares[0], a, b[0], b[1]);
+    mma(squares[1], a, b[2], b[3]);
   }
 }
 
+// To all_squares [SHARES][COLUMNS]. Row g meets itself in column g: of both halves, in lane 4 g + g / 2.
+DEV void store_squares(const Squares& squares, float* all_squares, int warp, int lane) {
+  const int g = lane >> 2;
+  if ((lane & 3) != g / 2) return;
+  float* to = all_squares + warp / X_TILES * COLUMNS + warp % X_TILES * 16 + g;
+  to[0] = g & 1 ? squares[0][1] : squares[0][0];
+  to[8] = g & 1 ? squares[1][3] : squares[1][2];
+}
+
+// 1 / sqrt(mean(x^2) + eps) of rows `column` and `column + 1` of x; the cluster's blocks have summed a part each.
+DEV float2 norm_factors(const float* all_squares, int column, int k, float eps) {
+  float4 four = make_float4(0.f, 0.f, 0.f, 0.f);  // rows
+#pragma unroll
+  for (int r = 0; r < CLUSTER; r++)
+#pragma unroll
+    for (int i = 0; i < SHARES; i++)
+      four = plus(four, load_float4_of_block(smem_address((void*)(all_squares + i * COLUMNS + (column & ~3))), r));
+  const bool last = column & 2;
+  return make_float2(rsqrtf((last ? four.z : four.x) / k + eps), rsqrtf((last ? four.w : four.y) / k + eps));
+}
+
+// Where results go, and what they are added to; outputs are columns of out and residual.
+struct Epilogue {
+  scalar_t* out;
+  const scalar_t *bias, *residual;
+  int m, out_stride, residual_stride;
+};
+
+// A lane's share of the results of 16 rows of W with 8 of x: pairs of neighbouring outputs, for a row of x or
+// two. Made before the sums are complete, as what it loads takes some time to come.
+struct Share {
+  int output, row;  // of the first pair
+  bool valid[PAIRS];
+  u32 biases, residuals[PAIRS];
+};
+
+// `first`: of the 16 rows of W, none of which is wanted from `end` on. `column`: first of the lane's two rows of x.
+DEV Share load_share(const Epilogue& to, int first, int end, int column, int lane) {
+  const int g = lane >> 2;
+  Share share;
+#ifdef GATED
+  share.output = first / 2 + (g & ~1), share.row = column + (g & 1);
+  const bool wanted = first < end;
+  share.biases = wanted && to.bias ? to.bias[first + g] | (u32)to.bias[first + 8 + g] << 16 : 0;
+#else
+  share.output = first + 2 * g, share.row = column;
+  const bool wanted = share.output < end;
+  share.biases = wanted && to.bias ? *(const u32*)(to.bias + share.output) : 0;
+#endif
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    share.valid[i] = wanted && share.row + i < to.m;
+    const bool added = share.valid[i] && to.residual;
+    share.residuals[i] = added ? *(const u32*)(to.residual + (i64)(share.row + i) * to.residual_stride + share.output) : 0;
+  }
+  return share;
+}
+
+// y: the lane's sums of a fragment. All lanes of the warp call together.
+DEV void store_share(const Epilogue& to, const Share& share, float4 y, float2 factors, int lane) {
+  float b0, b1;
+  unpack2(share.biases, b0, b1);
+  if (NORMED) y = make_float4(y.x * factors.x, y.y * factors.y, y.z * factors.x, y.w * factors.y);
+#ifdef GATED
+  // Output g for both rows of x. Lanes of g and g + 1 swap, so that the first has both for the first row.
+  const float one = silu(y.x + b0) * (y.z + b1), other = silu(y.y + b0) * (y.w + b1);
+  const bool second = lane & 4;
+  const float got = __shfl_xor_sync(~0u, second ? one : other, 4);
+  const float results[PAIRS][2] = {{second ? got : one, second ? other : got}};
+#else
+  const float results[PAIRS][2] = {{y.x + b0, y.z + b1}, {y.y + b0, y.w + b1}};
+#endif
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    float r0, r1;
+    unpack2(share.residuals[i], r0, r1);
+    if (share.valid[i])
+      *(u32*)(to.out + (i64)(share.row + i) * to.out_stride + share.output) = pack2(results[i][0] + r0, results[i][1] + r1);
+  }
+}
+
+// Fragment f of a tile lies in exchange [ALL_FRAGMENTS][WARPS_K][32 lanes], as the warps have it that share its
+// rows of W. They are added in their order.
+DEV float4 add_over_warps(const float4* exchange, int f, int lane) {
+  float4 total = exchange[f * WARPS_K * 32 + lane];
+#pragma unroll
+  for (int w = 1; w < WARPS_K; w++) total = plus(total, exchange[(f * WARPS_K + w) * 32 + lane]);
+  return total;
+}
+
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gemm(
-    scalar_t* __restrict__ out,   // [m, n], rows at multiples of 4 bytes
-    const scalar_t* __restrict__ x, const scalar_t* __restrict__ w,
+    scalar_t* out,                // [m, n], GATED: [m, n / 2]; rows at multiples of 4 bytes; may be `residual`
+    const scalar_t* x, const scalar_t* __restrict__ w,
     const scalar_t* __restrict__ bias,  // [n], at a multiple of 4 bytes, or null
-    int m, int n, int k, int x_stride, int out_stride,
-    int tile_rows)                // even, at most TILE_ROWS
+    const scalar_t* residual,     // as out, or null
+    int m, int n, int k, int x_stride, int out_stride, int residual_stride,
+    int tile_rows,                // even, at most TILE_ROWS; GATED: a multiple of 16, as is n
+    float eps)                    // NORMED
 {
   extern __shared__ __align__(128) u8 smem[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
@@ -169,8 +286,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
   const int num_tiles = (n + tile_rows - 1) / tile_rows, my_tiles = (num_tiles - cluster + num_clusters - 1) / num_clusters;
   const int loads = my_tiles * my_chunks;
   const Operands op{x, w, m, n, k, x_stride, tile_rows};
+  const Epilogue epilogue{out, bias, residual, m, out_stride, residual_stride};
   const smem_t ring = smem_address(smem);
   float4* exchange = (float4*)(smem + STAGES * STAGE);
+  float* all_squares = (float*)(exchange + ALL_FRAGMENTS * WARPS_K * 32);  // NORMED
 
   // Fill all stages but one.
   const bool loads_weights = threadIdx.x < LOADERS;
@@ -189,10 +308,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
   if (loads_weights) grid_dependency_wait();
   grid_dependency_launch();
 
+  const int dealt = rank + CLUSTER * warp, column = dealt % COLUMN_TILES * 8 + (lane & 3) * 2;  // of this lane's results
   int done = 0, stage = 0;  // chunks multiplied so far, and where the next one lies
+  float2 factors = make_float2(1.f, 1.f);
+#pragma unroll 1
   for (int tile = cluster; tile < num_tiles; tile += num_clusters) {
     const int first = tile * tile_rows, count = min(tile_rows, n - first);
     Sums sums = {};
+    Squares squares = {};
+#pragma unroll 1
     for (int i = 0; i < my_chunks; i++, done++) {
       copy_async_wait<STAGES - 2>();
       __syncthreads();  // all copies of this stage are there, and nobody reads the one before any more
@@ -204,29 +328,48 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
       }
       copy_async_commit();
       if (warp_n * WARP_ROWS < count) multiply(ring + stage * STAGE, warp_n, warp_k, lane, sums);
+      if (NORMED && tile == cluster) multiply_inputs(ring + stage * STAGE, warp, lane, squares);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    add_over_warps(sums, exchange + warp_n * FRAGMENTS * SLOTS * 32 + lane, warp_k);
-    cluster_sync();
 
-    // The tile's fragments are dealt out to the warps of the cluster's blocks.
-#pragma unroll 2
-    for (int f = rank + CLUSTER * warp; f < WARPS_N * FRAGMENTS; f += CLUSTER * WARPS) {
-      const int row = f / COLUMN_TILES * 16 + (lane >> 2) * 2, column = f % COLUMN_TILES * 8 + (lane & 3) * 2;
-      if (row >= count || column >= m) continue;
-      const u32 biases = bias ? *(const u32*)(bias + first + row) : 0;
-      const smem_t from = smem_address(exchange + f * SLOTS * 32 + lane);
-      float4 part[CLUSTER], y = make_float4(0.f, 0.f, 0.f, 0.f);
+    Share shares[ITEMS];
 #pragma unroll
-      for (int r = 0; r < CLUSTER; r++) part[r] = load_float4_of_block(from, r);
+    for (int i = 0; i < ITEMS; i++)
+      shares[i] = load_share(epilogue, first + (dealt / COLUMN_TILES + i * ROW_STEP) * 16, first + count, column, lane);
+
+    // The barrier of a chunk lies between the last tile's reads of the exchange and these writes.
 #pragma unroll
-      for (int r = 0; r < CLUSTER; r++) y = plus(y, part[r]);
-      float b0, b1;
-      unpack2(biases, b0, b1);
-      scalar_t* to = out + (i64)column * out_stride + first + row;
-      *(u32*)to = pack2(y.x + b0, y.z + b1);
-      if (column + 1 < m) *(u32*)(to + out_stride) = pack2(y.y + b0, y.w + b1);
+    for (int f = 0; f < FRAGMENTS; f++)
+      exchange[((warp_n * FRAGMENTS + f) * WARPS_K + warp_k) * 32 + lane] =
+          make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
+    if (NORMED && tile == cluster) store_squares(squares, all_squares, warp, lane);
+    __syncthreads();
+    if (CLUSTER > 1) {
+#pragma unroll
+      for (int f = warp; f < ALL_FRAGMENTS; f += WARPS) exchange[f * WARPS_K * 32 + lane] = add_over_warps(exchange, f, lane);
+      cluster_sync();
     }
-    cluster_sync();  // the exchange may be written again, and blocks may end
+    if (NORMED && tile == cluster) factors = norm_factors(all_squares, column, k, eps);
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      const int f = dealt + i * DEALT;
+      if (f >= ALL_FRAGMENTS || f / COLUMN_TILES * 16 >= count) break;
+      float4 y;
+      if (CLUSTER == 1) {
+        y = add_over_warps(exchange, f, lane);
+      } else {
+        float4 part[CLUSTER];
+#pragma unroll
+        for (int r = 0; r < CLUSTER; r++) part[r] = load_float4_of_block(smem_address(exchange + f * WARPS_K * 32 + lane), r);
+        y = part[0];
+#pragma unroll
+        for (int r = 1; r < CLUSTER; r++) y = plus(y, part[r]);
+      }
+      store_share(epilogue, shares[i], y, factors, lane);
+    }
+    if (CLUSTER > 1) {  // others may still read this block's exchange
+      if (tile + num_clusters < num_tiles) cluster_sync();
+      else cluster_meet();
+    }
   }
 }

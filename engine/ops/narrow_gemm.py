@@ -1,18 +1,18 @@
-"""y = x W^T for 9 to 32 rows, and possible for 128, built to be bound by reading W.
+"""A matrix product with what surrounds it, for 9 to 32 rows, and possible for 64: bound by reading W.
 
-Contract
-    x        [M, K] bfloat16 or float16, 1 <= M <= 128, K a multiple of 8, last dimension contiguous, rows at
-             multiples of 16 bytes; not changed
-    w        [N, K] of x's dtype, contiguous, N even, at a multiple of 16 bytes; the kernel launched right
-             before this one must not have written it (see cuda/common/dependent_launch.cuh)
-    bias     [N] of x's dtype, contiguous, at a multiple of 4 bytes, or None
-    returns  out [M, N] of x's dtype, a fresh tensor unless given (then: last dimension contiguous, rows at
-             multiples of 4 bytes):
-
-                 y = x W^T + bias       sums in float32, rounded once at the end
+Contract: engine/ops/fused_product.py, and here
+    x        [M, K] bfloat16 or float16, 1 <= M <= 64, K a multiple of 8, last dimension contiguous, rows at
+             multiples of 16 bytes
+    w        [N, K] of x's dtype, contiguous, N even, gated a multiple of 16, at a multiple of 16 bytes; the
+             kernel launched right before this one must not have written it, nor the bias (see
+             cuda/common/dependent_launch.cuh)
+    bias     [N] of x's dtype, contiguous, at a multiple of 4 bytes
+    residual, out
+             of x's dtype, last dimension contiguous, rows at multiples of 4 bytes
 
 A row of the result depends on its own row of x alone, and the same call gives the same bits every time.
-How sums are grouped depends on the plan, that is on N, K, the device, and M rounded up to 16, 32, 64 or 128.
+How sums are grouped depends on the plan, that is on N, K, whether it is gated, the device, and M rounded up
+to 16, 32 or 64.
 
 The kernel is described in cuda/narrow_gemm.cu, `make_plan` chooses how it cuts up a product. It runs on all
 devices and is made for Hopper, whose blocks can add their sums without a way through global memory.
@@ -24,10 +24,9 @@ from functools import cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import jit
+from engine.ops import fused_product, jit
 from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_aligned
 
 # Where `linear` takes this kernel and not torch's library, on Hopper: measured in decode steps on an H200.
@@ -37,7 +36,7 @@ CHOSEN_ROWS = range(9, 33)
 LARGE_BYTES = 24 << 20  # of W; with more,
 LARGE_ROWS = 16  # rows of x at most
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 THREADS = 256
 MAX_STAGES = 16
 MIN_STAGES = 3  # fewer leave the memory idle
@@ -45,6 +44,7 @@ IN_FLIGHT = 64 * 1024  # bytes of W that an SM should have under way
 CLUSTERS = (1, 2)  # of 4 and 8 blocks not enough run at a time on an H200: they took twice as long
 HOPPER_SMS = (16, 32, 60, 64, 78, 114, 132)  # of its cards, and of parts of them (MIG)
 MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
+SQUARES_BYTES = 512  # what warps have of the sums of x's squares
 
 # Of one SM of an H200, in bytes and multiply-adds a microsecond: what estimates are made of, fitted to
 # measurements of ten products of 16 to 64 rows by several plans each. Only their ratios matter for the
@@ -104,6 +104,7 @@ class Plan:
     cluster: int  # blocks that share a tile
     grid: int  # blocks
     tile_rows: int  # of W; even, at most the tiling's
+    gated: bool  # tile_rows is a multiple of 16 then
     block_chunks: int  # of the block that has most, in all its tiles
     stages: int = 0
     smem_bytes: int = 0
@@ -113,29 +114,40 @@ class Plan:
 
 
 def narrow_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract. Raises ValueError for what the kernel cannot do on a CUDA device."""
     if not x.is_cuda:
-        return reference(x, w, bias, out)
-    check(x, w, bias, out)
+        return fused_product.reference(
+            x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual
+        )
+    check(x, w, bias, out, gated, residual)
     if out is None:
-        out = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
-    launch(x, w, bias, out, prepare(column_tiles_for(x.shape[0]), *w.shape, x.device.index))
+        outputs = w.shape[0] // 2 if gated else w.shape[0]
+        out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    plan = prepare(column_tiles_for(x.shape[0]), *w.shape, gated, x.device.index)
+    launch(x, w, bias, out, plan, norm_eps, residual)
     return out
 
 
-def reference(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """The definition in float32, rounded once."""
-    y = F.linear(x.float(), w.float(), bias.float() if bias is not None else None)
-    return y.to(x.dtype) if out is None else out.copy_(y)
-
-
-def launch(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, plan: Plan) -> None:
+def launch(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    plan: Plan,
+    norm_eps: float | None = None,
+    residual: Tensor | None = None,
+) -> None:
     """The product by a given plan, for tensors within the contract."""
-    load(plan, x.dtype)(
+    load(plan, x.dtype, norm_eps is not None)(
         (plan.grid,),
         (THREADS,),
         (
@@ -143,12 +155,15 @@ def launch(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, plan: Plan) -
             x.data_ptr(),
             w.data_ptr(),
             bias.data_ptr() if bias is not None else 0,
+            residual.data_ptr() if residual is not None else 0,
             np.int32(x.shape[0]),
             np.int32(w.shape[0]),
             np.int32(w.shape[1]),
             np.int32(x.stride(0)),
             np.int32(out.stride(0)),
+            np.int32(residual.stride(0) if residual is not None else 0),
             np.int32(plan.tile_rows),
+            np.float32(norm_eps or 0.0),
         ),
     )
 
@@ -176,7 +191,14 @@ def pays(m: int, n: int, k: int, device: Device) -> bool:
     return device.has_clusters and m in CHOSEN_ROWS and fits
 
 
-def check(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> None:
+def check(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> None:
     """Raises ValueError with a remedy for tensors outside the contract."""
     (m, k), n = x.shape, w.shape[0]
     if not supports(m, n, k, x.dtype):
@@ -184,6 +206,11 @@ def check(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> None
             f"narrow_gemm: x is {tuple(x.shape)} {x.dtype}, w has {n} rows; it takes 1 to {MAX_ROWS} rows "
             "of a multiple of 8 bfloat16 or float16 numbers, and an even number of rows of w. Use torch's "
             "linear for others"
+        )
+    if gated and not fused_product.can_interleave(n):
+        raise ValueError(
+            f"narrow_gemm: w has {n} rows; gated, it must have a multiple of {2 * fused_product.GROUP}. "
+            "Use torch's linear and act_and_mul for others"
         )
     if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
         raise ValueError(
@@ -202,28 +229,31 @@ def check(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> None
             f"narrow_gemm: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous [{n}] of "
             f"{x.dtype}, at a multiple of 4 bytes"
         )
-    if out is not None and not (
-        out.shape == (m, n)
-        and out.dtype == x.dtype
-        and out.stride(1) == 1
-        and out.stride(0) % 2 == 0
-        and out.data_ptr() % 4 == 0
-    ):
-        raise ValueError(
-            f"narrow_gemm: out is {tuple(out.shape)} {out.dtype}, strides {out.stride()}; it must be a "
-            f"[{m}, {n}] of {x.dtype} with contiguous rows at multiples of 4 bytes"
-        )
+    shape = (m, n // 2 if gated else n)
+    for name, tensor in (("out", out), ("the residual", residual)):
+        if tensor is not None and not (
+            tensor.shape == shape
+            and tensor.dtype == x.dtype
+            and tensor.stride(1) == 1
+            and tensor.stride(0) % 2 == 0
+            and tensor.data_ptr() % 4 == 0
+        ):
+            raise ValueError(
+                f"narrow_gemm: {name} is {tuple(tensor.shape)} {tensor.dtype}, strides "
+                f"{tensor.stride()}; it must be a {list(shape)} of {x.dtype} with contiguous rows at "
+                "multiples of 4 bytes"
+            )
 
 
 def column_tiles_for(m: int) -> int:
-    """2, 4, 8 or 16 tiles of 8 rows of x."""
-    return 2 if m <= 16 else 4 if m <= 32 else 8 if m <= 64 else 16
+    """2, 4 or 8 tiles of 8 rows of x."""
+    return 2 if m <= 16 else 4 if m <= 32 else 8
 
 
 @cache
-def prepare(column_tiles: int, n: int, k: int, device: int | None) -> Plan:
+def prepare(column_tiles: int, n: int, k: int, gated: bool, device: int | None) -> Plan:
     """The plan of a product on a device. Raises ValueError where its shared memory is too small."""
-    plan = make_plan(column_tiles, n, k, device_of(device))
+    plan = make_plan(column_tiles, n, k, device_of(device), gated)
     if plan is None:
         raise ValueError(
             f"narrow_gemm: a product of {8 * column_tiles} rows does not fit into this device's shared "
@@ -233,8 +263,8 @@ def prepare(column_tiles: int, n: int, k: int, device: int | None) -> Plan:
 
 
 @cache
-def load(plan: Plan, dtype: torch.dtype) -> jit.Kernel:
-    spec = variant(plan, dtype)
+def load(plan: Plan, dtype: torch.dtype, normed: bool) -> jit.Kernel:
+    spec = variant(plan, dtype, normed)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
 
 
@@ -245,35 +275,44 @@ def device_of(index: int | None = None) -> Device:
     return Device(*device_limits(index), has_clusters=is_hopper)
 
 
-def make_plan(column_tiles: int, n: int, k: int, device: Device) -> Plan | None:
+def make_plan(
+    column_tiles: int, n: int, k: int, device: Device, gated: bool = False
+) -> Plan | None:
     """The plan with the shortest estimate; None if nothing fits into shared memory."""
-    plans = candidates(column_tiles, n, k, device)
+    plans = candidates(column_tiles, n, k, device, gated)
     return min(plans, key=lambda plan: estimate(plan, n, k, device), default=None)
 
 
-def candidates(column_tiles: int, n: int, k: int, device: Device) -> list[Plan]:
+def candidates(
+    column_tiles: int, n: int, k: int, device: Device, gated: bool = False
+) -> list[Plan]:
     """For each size of cluster the tiles of each height that give all clusters as many."""
-    plans = [with_stages(plan, device) for plan in unstaged_plans(column_tiles, n, k, device)]
+    plans = [
+        with_stages(plan, device) for plan in unstaged_plans(column_tiles, n, k, device, gated)
+    ]
     return [plan for plan in plans if plan is not None]
 
 
-def unstaged_plans(column_tiles: int, n: int, k: int, device: Device) -> Iterator[Plan]:
+def unstaged_plans(
+    column_tiles: int, n: int, k: int, device: Device, gated: bool
+) -> Iterator[Plan]:
     tilings = [t for t in TILINGS if t.row_tiles * column_tiles <= MAX_FRAGMENTS]
+    group = 2 * fused_product.GROUP if gated else 2  # rows of W that stay together
     for cluster in CLUSTERS if device.has_clusters else (1,):
         num_clusters = device.clusters_of(cluster)
         if num_clusters == 0:
             continue
         numbers = {-(-n // (num_clusters * t.rows)) for t in tilings}  # of tiles, for each cluster
         for tiles in sorted(numbers):
-            tile_rows = -(-n // (num_clusters * tiles))
-            tile_rows += tile_rows % 2
-            tiling = next(t for t in tilings if t.rows >= tile_rows)
-            num_tiles, num_chunks = -(-n // tile_rows), -(-k // tiling.chunk)
-            if num_chunks < cluster:  # a block would have nothing to do
-                continue
-            grid = cluster * min(num_tiles, num_clusters)
-            block_chunks = -(-num_tiles * cluster // grid) * -(-num_chunks // cluster)
-            yield Plan(tiling, column_tiles, cluster, grid, tile_rows, block_chunks)
+            tile_rows = -(-n // (num_clusters * tiles * group)) * group
+            height = next(t.rows for t in tilings if t.rows >= tile_rows)
+            for tiling in [t for t in tilings if t.rows == height]:
+                num_tiles, num_chunks = -(-n // tile_rows), -(-k // tiling.chunk)
+                if num_chunks < cluster:  # a block would have nothing to do
+                    continue
+                grid = cluster * min(num_tiles, num_clusters)
+                block_chunks = -(-num_tiles * cluster // grid) * -(-num_chunks // cluster)
+                yield Plan(tiling, column_tiles, cluster, grid, tile_rows, gated, block_chunks)
 
 
 def with_stages(plan: Plan, device: Device) -> Plan | None:
@@ -282,13 +321,13 @@ def with_stages(plan: Plan, device: Device) -> Plan | None:
     """
     tiling, columns = plan.tiling, 8 * plan.column_tiles
     stage = 2 * tiling.chunk * (tiling.rows + columns)
-    exchange = 4 * tiling.rows * columns * max(1, tiling.warps_k - 1)
+    sums = 4 * tiling.rows * columns * tiling.warps_k + SQUARES_BYTES
     under_way = min(plan.block_chunks, -(-IN_FLIGHT // (2 * tiling.chunk * plan.tile_rows)))
     wanted = max(MIN_STAGES, min(MAX_STAGES, under_way + 1))
-    stages = min(wanted, (device.smem_limit - exchange) // stage)
+    stages = min(wanted, (device.smem_limit - sums) // stage)
     if stages < MIN_STAGES:
         return None
-    return replace(plan, stages=stages, smem_bytes=stages * stage + exchange)
+    return replace(plan, stages=stages, smem_bytes=stages * stage + sums)
 
 
 def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
@@ -306,7 +345,7 @@ def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
     return time + (CLUSTER_US + sums / EXCHANGE_RATE if plan.cluster > 1 else 0.0)
 
 
-def variant(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
+def variant(plan: Plan, dtype: torch.dtype, normed: bool = False) -> jit.VariantSpec:
     defines = {
         jit.scalar_define(dtype): 1,
         "ROW_TILES": plan.tiling.row_tiles,
@@ -317,8 +356,34 @@ def variant(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
         "STAGES": plan.stages,
         "CLUSTER": plan.cluster,
     }
+    if normed:
+        defines["NORMED"] = 1
+    if plan.gated:
+        defines["GATED"] = 1
     archs = jit.ALL_ARCHS if plan.cluster == 1 else ("sm_90a",)
     return jit.VariantSpec("narrow_gemm.cu", "narrow_gemm", defines, plan.smem_bytes, archs)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a decoder's, as it is launched. That a residual is added makes no other kernel."""
+
+    n: int
+    k: int
+    normed: bool = False
+    gated: bool = False
+
+
+def products_of(config: jit.KernelConfig) -> list[Product]:
+    heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
+    attention, gate_up = heads * config.head_dim, 2 * config.intermediate_size
+    return [
+        Product((heads + 2 * kv_heads) * config.head_dim, hidden, normed=True),
+        Product(hidden, attention),
+        Product(gate_up, hidden, normed=True, gated=fused_product.can_interleave(gate_up)),
+        Product(hidden, config.intermediate_size),
+        Product(config.vocab_size, hidden),
+    ]
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
@@ -326,24 +391,15 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     given, on every card of that architecture."""
     if config.dtype not in (torch.bfloat16, torch.float16):
         return []
-    heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
-    attention, inner = heads * config.head_dim, config.intermediate_size
-    products = [
-        ((heads + 2 * kv_heads) * config.head_dim, hidden),
-        (hidden, attention),
-        (2 * inner, hidden),
-        (hidden, inner),
-        (config.vocab_size, hidden),
-    ]
     found = []
     for device in devices_of(config.arch):
         for rows in (16, 32):
-            for n, k in products:
-                if not (pays(rows, n, k, device) and supports(rows, n, k, config.dtype)):
+            for p in products_of(config):
+                if not (pays(rows, p.n, p.k, device) and supports(rows, p.n, p.k, config.dtype)):
                     continue
-                plan = make_plan(column_tiles_for(rows), n, k, device)
+                plan = make_plan(column_tiles_for(rows), p.n, p.k, device, p.gated)
                 if plan is not None:
-                    found.append(variant(plan, config.dtype))
+                    found.append(variant(plan, config.dtype, p.normed))
     return [spec for i, spec in enumerate(found) if spec not in found[:i]]
 
 
