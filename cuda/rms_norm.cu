@@ -1,4 +1,4 @@
-// y = weight * x / sqrt(mean(x^2) + eps) for each row, and the same after adding to a residual.
+// y = weight * x / sqrt(mean(x^2) + eps) for each row.
 //
 //   -DSCALAR_* -DHIDDEN=<row length, a multiple of VEC> -DTHREADS=<per row> -DROWS=<per block>
 //
@@ -34,66 +34,49 @@ DEV void load_row(RowPart& part, const scalar_t* row, int thread) {
   }
 }
 
-DEV void norm_row(const RowPart& part, const RowPart& w, scalar_t* y, float eps, int thread) {
+DEV void set_row_to_one(RowPart& part) {
+  float ones[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) ones[e] = 1.f;
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) part.data[i] = pack16(ones);
+}
+
+// x [rows, HIDDEN] with x_stride elements from row to row; weight [HIDDEN], or null for ones;
+// y [rows, HIDDEN] contiguous.
+extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
+rms_norm(const scalar_t* x, const scalar_t* __restrict__ weight,
+         scalar_t* __restrict__ y, i64 x_stride, int num_rows, float eps) {
   __shared__ float partial[32];
+  const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+  if (row >= num_rows) return;
+  RowPart part, w;
+  if (weight != nullptr) {
+    load_row(w, weight, thread);
+  } else {
+    set_row_to_one(w);
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();
+  load_row(part, x + row * x_stride, thread);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
-    float x[VEC];
-    unpack16(part.data[i], x);
+    float v[VEC];
+    unpack16(part.data[i], v);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) sum += x[e] * x[e];
+    for (int e = 0; e < VEC; e++) sum += v[e] * v[e];
   }
   sum = THREADS == 32 ? warp_sum(sum) : block_sum<THREADS>(sum, partial);
   const float scale = rsqrtf(sum / HIDDEN + eps);
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     if (!has_vec(thread, i)) continue;
-    float x[VEC], g[VEC];
-    unpack16(part.data[i], x);
+    float v[VEC], g[VEC];
+    unpack16(part.data[i], v);
     unpack16(w.data[i], g);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) x[e] = rounded(x[e] * scale) * g[e];
-    store16(y + (thread + i * THREADS) * VEC, pack16(x));
+    for (int e = 0; e < VEC; e++) v[e] = rounded(v[e] * scale) * g[e];
+    store16(y + (i64)row * HIDDEN + (thread + i * THREADS) * VEC, pack16(v));
   }
-}
-
-// x [rows, HIDDEN] with x_stride elements from row to row; y [rows, HIDDEN] contiguous.
-extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
-rms_norm(const scalar_t* x, const scalar_t* __restrict__ weight,
-         scalar_t* __restrict__ y, i64 x_stride, int num_rows, float eps) {
-  const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
-  if (row >= num_rows) return;
-  RowPart part, w;
-  load_row(w, weight, thread);
-  grid_dependency_wait();
-  grid_dependency_launch();
-  load_row(part, x + row * x_stride, thread);
-  norm_row(part, w, y + (i64)row * HIDDEN, eps, thread);
-}
-
-// residual += x, rounded to scalar_t; y = rms_norm(residual). All [rows, HIDDEN] contiguous; y may be x.
-extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
-add_rms_norm(const scalar_t* x, scalar_t* residual, const scalar_t* __restrict__ weight, scalar_t* y,
-             int num_rows, float eps) {
-  const int row = blockIdx.x * ROWS + threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
-  if (row >= num_rows) return;
-  const i64 first = (i64)row * HIDDEN;
-  RowPart part, added, w;
-  load_row(w, weight, thread);
-  grid_dependency_wait();
-  grid_dependency_launch();
-  load_row(part, residual + first, thread);
-  load_row(added, x + first, thread);
-#pragma unroll
-  for (int i = 0; i < PER_THREAD; i++) {
-    float a[VEC], b[VEC];
-    unpack16(part.data[i], a);
-    unpack16(added.data[i], b);
-#pragma unroll
-    for (int e = 0; e < VEC; e++) a[e] += b[e];
-    part.data[i] = pack16(a);
-    if (has_vec(thread, i)) store16(residual + first + (thread + i * THREADS) * VEC, part.data[i]);
-  }
-  norm_row(part, w, y + first, eps, thread);
 }

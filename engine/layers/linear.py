@@ -1,14 +1,18 @@
 """Linear layers. This is the only file that knows how a weight matrix is stored.
 
-A quantization method would be another class with the same three methods, chosen where decoder.py
-builds its layers: `slots` says what the checkpoint holds, `take` repacks it, calling multiplies.
+A quantization method would be another class with the same four methods, chosen where decoder.py
+builds its layers: `slots` says what the checkpoint holds, `take` repacks it, calling multiplies, `add_to`
+does so onto a sum.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.ops.linear import linear, pack_weight
+from engine.layers.norm import RmsNorm
+from engine.ops.activation import silu_and_mul
+from engine.ops.fused_product import can_interleave, fold_norm, interleave
+from engine.ops.linear import fused_linear, linear, pack_weight
 from engine.weights.slots import Slot, Source
 
 
@@ -16,15 +20,29 @@ class Linear:
     """One matrix product over the stacked rows of several of the checkpoint's matrices.
 
     `sources` are (name, rows); each has `in_features` columns, and a bias of `rows` if `bias`.
+    `norm`: of the input, loaded before this layer. `gated`: the two sources are gate and up, and the result
+    is silu(gate) * up. `fused`: weights are stored as engine/ops/fused_product.py wants them, for GPUs.
     """
 
     def __init__(
-        self, name: str, in_features: int, sources: Sequence[tuple[str, int]], bias: bool = False
+        self,
+        name: str,
+        in_features: int,
+        sources: Sequence[tuple[str, int]],
+        bias: bool = False,
+        *,
+        norm: RmsNorm | None = None,
+        gated: bool = False,
+        fused: bool = False,
     ) -> None:
         self.name = name
         self.in_features = in_features
         self.sources = sources
         self.has_bias = bias
+        self.norm = norm
+        self.is_gated = gated
+        self.is_fused = fused
+        self.is_interleaved = fused and gated and can_interleave(sum(rows for _, rows in sources))
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
@@ -37,10 +55,30 @@ class Linear:
         return slots
 
     def take(self, tensors: list[Tensor]) -> None:
-        self.weight = pack_weight(tensors[0])
+        if self.is_fused and self.norm is not None:
+            assert self.norm.weight is not None, f"{self.norm.name} is loaded before {self.name}"
+            fold_norm(tensors[0], self.norm.weight)
+        if self.is_interleaved:
+            tensors = [interleave(tensor) for tensor in tensors]
+        self.weight = tensors[0] if self.is_fused else pack_weight(tensors[0])
         self.bias = tensors[1] if self.has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in_features] -> [T, sum of rows]."""
+        """[T, in_features] -> [T, sum of rows], or half as many if gated."""
         assert self.weight is not None, f"{self.name} has no weights yet"
-        return linear(x, self.weight, self.bias)
+        if self.is_fused:
+            norm_eps = None if self.norm is None else self.norm.eps
+            y = fused_linear(
+                x, self.weight, self.bias, norm_eps=norm_eps, gated=self.is_interleaved
+            )
+        else:
+            y = linear(x if self.norm is None else self.norm(x), self.weight, self.bias)
+        return silu_and_mul(y) if self.is_gated and not self.is_interleaved else y
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """total [T, sum of rows] += the product with x [T, in_features]. For layers without norm and gate."""
+        assert self.weight is not None, f"{self.name} has no weights yet"
+        if self.is_fused:
+            fused_linear(x, self.weight, self.bias, residual=total)
+        else:
+            total.add_(linear(x, self.weight, self.bias))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.ops.rms_norm import add_rms_norm, rms_norm
+from engine.ops.rms_norm import rms_norm
 from engine.weights.slots import Slot, Source
 
 
@@ -22,12 +22,10 @@ class RmsNorm:
     def take(self, tensors: list[Tensor]) -> None:
         (self.weight,) = tensors
 
-    def __call__(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
-        """The norm of x; with `pending`, of x + pending, which x is changed to."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, size] -> the same, a fresh tensor."""
         assert self.weight is not None, f"{self.name} has no weights yet"
-        if pending is None:
-            return rms_norm(x, self.weight, self.eps)
-        return add_rms_norm(pending, x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class QkNorm:

@@ -5,6 +5,8 @@ tokens -> embedding -> hidden [T, hidden_size], which every layer adds to in pla
     hidden += o(attend(rope_and_cache(qkv(norm(hidden)))))
     hidden += down(silu_and_mul(gate_up(norm(hidden))))
 
+Norms, the gate and the sums belong to the products beside them (engine/layers/linear.py).
+
 hidden -> norm -> head -> logits [S, vocab_size]
 
 Of the last layer every token needs its keys and values; what comes behind them is computed for the S rows
@@ -26,7 +28,6 @@ from engine.layers.rope_config import RopeConfig
 from engine.layers.rotary import Rotary
 from engine.models import ARCHITECTURES
 from engine.models.config import ModelConfig
-from engine.ops.activation import silu_and_mul
 from engine.ops.rope_and_cache import rope_and_cache
 from engine.weights.slots import WeightedLayer
 
@@ -87,7 +88,7 @@ class DecoderSpec:
 class DecoderLayer:
     """Attention and MLP of one layer."""
 
-    def __init__(self, spec: DecoderSpec, index: int) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, fused: bool) -> None:
         self.index = index
         self.spec = spec
         self.attention_spec = AttentionSpec(
@@ -107,12 +108,18 @@ class DecoderLayer:
             hidden,
             [(f"{attn}.q_proj", q_size), (f"{attn}.k_proj", kv_size), (f"{attn}.v_proj", kv_size)],
             bias=spec.qkv_bias,
+            norm=self.input_norm,
+            fused=fused,
         )
         self.qk_norm = (
             QkNorm(attn, spec.num_heads, spec.num_kv_heads, spec.head_dim) if spec.qk_norm else None
         )
         self.output = Linear(
-            f"{attn}.o_proj", q_size, [(f"{attn}.o_proj", hidden)], bias=spec.output_bias
+            f"{attn}.o_proj",
+            q_size,
+            [(f"{attn}.o_proj", hidden)],
+            bias=spec.output_bias,
+            fused=fused,
         )
         self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", hidden, spec.rms_norm_eps)
         self.gate_up = Linear(
@@ -120,9 +127,16 @@ class DecoderLayer:
             hidden,
             [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)],
             bias=spec.mlp_bias,
+            norm=self.mlp_norm,
+            gated=True,
+            fused=fused,
         )
         self.down = Linear(
-            f"{mlp}.down_proj", inner, [(f"{mlp}.down_proj", hidden)], bias=spec.mlp_bias
+            f"{mlp}.down_proj",
+            inner,
+            [(f"{mlp}.down_proj", hidden)],
+            bias=spec.mlp_bias,
+            fused=fused,
         )
 
     def weighted_layers(self) -> Iterator[WeightedLayer]:
@@ -131,10 +145,19 @@ class DecoderLayer:
             yield self.qk_norm
         yield from (self.output, self.mlp_norm, self.gate_up, self.down)
 
-    def queries(
+    def __call__(
         self,
         hidden: Tensor,  # [T, hidden_size], changed in place
-        pending: Tensor | None,  # [T, hidden_size] what the layer before still has to add to it
+        rotation: tuple[Tensor, Tensor],
+        inputs: StepInputs,
+        attention: AttentionBackend,
+    ) -> None:
+        q = self.queries(hidden, rotation, inputs, attention)
+        self.add_rest(hidden, self.attend(q, inputs, attention))
+
+    def queries(
+        self,
+        hidden: Tensor,  # [T, hidden_size]
         rotation: tuple[Tensor, Tensor],
         inputs: StepInputs,
         attention: AttentionBackend,
@@ -142,7 +165,7 @@ class DecoderLayer:
         """[T, num_heads, head_dim]; keys and values are in the cache then."""
         spec, kv = self.spec, attention.kv
         return rope_and_cache(
-            self.qkv(self.input_norm(hidden, pending)),
+            self.qkv(hidden),
             *rotation,
             inputs.slot_mapping,
             kv.k[self.index],
@@ -157,24 +180,28 @@ class DecoderLayer:
         """[T, num_heads * head_dim]"""
         return attention.attend(self.index, q, self.attention_spec, inputs)
 
-    def rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Behind attention, for any rows. Returns what the layer has to add to `hidden` yet: the next norm
-        does it on the way."""
-        gate_up = self.gate_up(self.mlp_norm(hidden, self.output(attended)))
-        return self.down(silu_and_mul(gate_up))
+    def add_rest(self, hidden: Tensor, attended: Tensor) -> None:
+        """Add to `hidden`, for any rows of a step, what follows from their attention."""
+        self.output.add_to(hidden, attended)
+        self.down.add_to(hidden, self.gate_up(hidden))
 
 
 class Decoder:
-    """A whole model (engine/models/base.py). Built without weights; the loader brings them."""
+    """A whole model (engine/models/base.py). Built without weights; the loader brings them.
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    fused: the layers' products take in what surrounds them (engine/ops/fused_product.py).
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, fused: bool = False
+    ) -> None:
         self.spec = spec
         self.num_layers = spec.num_layers
         self.vocab_size = spec.vocab_size
         self.max_model_len = spec.max_model_len
         self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_model_len, dtype, device)
-        self.layers = [DecoderLayer(spec, index) for index in range(spec.num_layers)]
+        self.layers = [DecoderLayer(spec, index, fused) for index in range(spec.num_layers)]
         self.norm = RmsNorm("model.norm", spec.hidden_size, spec.rms_norm_eps)
         self.head = OutputHead("lm_head", self.embedding, tied=spec.tied_head)
         self.attention_specs = [layer.attention_spec for layer in self.layers]
@@ -193,25 +220,28 @@ class Decoder:
         """See engine/models/base.py."""
         hidden = self.embedding(inputs.input_ids)
         rotation = self.rotary(inputs.positions)
-        pending: Tensor | None = None
         *others, last = self.layers
         for layer in others:
-            q = layer.queries(hidden, pending, rotation, inputs, attention)
-            pending = layer.rest(hidden, layer.attend(q, inputs, attention))
-        q = last.queries(hidden, pending, rotation, inputs, attention)
+            layer(hidden, rotation, inputs, attention)
+        q = last.queries(hidden, rotation, inputs, attention)
         if wanted is not None and len(wanted) == 0:
             return hidden[:0]
         attended = last.attend(q, inputs, attention)
         if wanted is not None:
             hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
-        return self.norm(hidden, last.rest(hidden, attended))
+        last.add_rest(hidden, attended)
+        return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""
         return self.head(hidden)
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model that `config` describes, without weights."""
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, fused: bool | None = None
+) -> Decoder:
+    """The model that `config` describes, without weights; `fused` by default on GPUs in 16-bit dtypes."""
     family = importlib.import_module(ARCHITECTURES[config.architecture])
-    return Decoder(family.decoder_spec(config), dtype, device)
+    if fused is None:
+        fused = device.type == "cuda" and dtype.itemsize == 2
+    return Decoder(family.decoder_spec(config), dtype, device, fused)

@@ -1,49 +1,91 @@
-"""y = x W^T + b.
+"""y = x W^T + b, and products with what surrounds them in a decoder: the choice of who computes them.
 
-Contract
-    x       [T, in_features], bfloat16 or float32, rows contiguous
+Contract of `linear`
+    x       [T, in_features], bfloat16, float16 or float32, rows contiguous
     weight  what `pack_weight` returned for W [out_features, in_features] of x's dtype
     bias    [out_features] of x's dtype, or None
     returns [T, out_features], a fresh tensor of x's dtype
+
+Contract of `fused_linear`: engine/ops/fused_product.py's, with W as it is and the result written over
+`residual` if there is one. The library's way rounds in between: the normed x, gate and up, silu's result.
 
 On a CPU, `pack_weight` copies W into the blocked layout of oneDNN's matrix product once, instead of
 torch doing so at every call. That is 1.3 to 2.3 times faster for a few rows, and for T >= 2 a row of
 the result is the same, bit for bit, whatever the other rows are (the runner pads a lone row to two).
 Neither holds where oneDNN is missing and W is left as it is.
 
-On a GPU few rows go to one of our own kernels (engine/ops/skinny_gemm.py, engine/ops/narrow_gemm.py,
-engine/ops/wide_gemm_sm90.py) where it is known to be faster, the others to torch's library.
+On a GPU few rows go to one of our own kernels where it is known to be faster, which does all in one launch;
+the others to torch's library, with kernels in front and behind.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops import narrow_gemm as narrow
+from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
-from engine.ops.narrow_gemm import is_chosen, narrow_gemm
-from engine.ops.skinny_gemm import linear_cuda
-from engine.ops.wide_gemm_sm90 import wide_gemm_sm90
+from engine.ops.activation import silu_and_mul
+from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
+MOST_FEW_ROWS = wide.COLUMNS[-1]  # more are the library's in any case
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See the module's contract."""
-    if x.is_cuda:
-        if is_chosen(x, weight):
-            return narrow_gemm(x, weight, bias)
-        if wide.is_chosen(x, weight):
-            return wide_gemm_sm90(x, weight, bias)
-        return linear_cuda(x, weight, bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    return fused_linear(x, weight, bias)
+
+
+def fused_linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See the module's contract."""
+    few_rows = kernel_for(x, w)
+    if few_rows is not None:
+        options = {"norm_eps": norm_eps, "gated": gated, "residual": residual}
+        return few_rows(x, w, bias, residual, **options)
+    if norm_eps is not None:
+        x = rms_norm(x, None, norm_eps)
+    if residual is not None and bias is None and not gated:
+        return residual.addmm_(x, w.t())
+    y = F.linear(x, w, bias)
+    if gated:
+        y = silu_and_mul(y, interleaved=True)
+    return y if residual is None else residual.add_(y)
+
+
+def kernel_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
+    """The kernel of ours for this product, with the signature of fused_product.reference; None: torch's
+    library is faster, or the only one that takes such tensors."""
+    m, (n, k) = x.shape[0], w.shape
+    if not x.is_cuda or m > MOST_FEW_ROWS:
+        return None
+    if m <= skinny.DISPATCH_ROWS:
+        takes = skinny.supports(m, n, k, x.dtype) and w.is_contiguous()
+        return skinny.skinny_gemm if takes and are_aligned(x, w) else None
+    if narrow.is_chosen(x, w):
+        return narrow.narrow_gemm
+    return wide.wide_gemm_sm90 if wide.is_chosen(x, w) else None
+
+
+def are_aligned(x: Tensor, w: Tensor) -> bool:
+    return skinny.is_aligned(x) and skinny.is_aligned(w)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same with an unpacked weight."""
+    """`linear` with an unpacked weight."""
     return F.linear(x, weight, bias)
 
 

@@ -2,11 +2,8 @@
 
 Contract
     x       [..., N] bfloat16, float16 or float32, last dimension contiguous; not changed
-    weight  broadcasts against x from the right, usually [N], of x's dtype
+    weight  broadcasts against x from the right, usually [N], of x's dtype; None: ones
     returns x's shape and dtype, a fresh tensor
-
-`add_rms_norm` first adds x to a residual of the same shape, contiguous, in place and rounded to its
-dtype, and then takes the residual's norm: two passes over memory in one.
 
 The mean and the division are done in float32, the result is rounded to x's dtype, and only then
 multiplied by the weight: the order of the reference implementations, which matters in bfloat16.
@@ -25,38 +22,33 @@ SOURCE = "rms_norm.cu"
 MAX_HIDDEN_BYTES = 64 * 1024  # of a row: four 16-byte vectors for each of 1024 threads
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """See the module's contract."""
     if x.is_cuda and has_kernel(x, weight):
         return launch(x, weight, eps)
-    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+    y = F.rms_norm(x, x.shape[-1:], None, eps)
+    return y if weight is None else y.mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x; returns rms_norm(residual). See the module's contract."""
-    if x.is_cuda and has_kernel(x, weight) and x.is_contiguous() and residual.is_contiguous():
-        return launch_add(x, residual, weight, eps)
-    return rms_norm(residual.add_(x), weight, eps)
-
-
-def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """The definition, operation by operation."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    y = (wide * scale).to(x.dtype)
+    return y if weight is None else y * weight
 
 
 # --- CUDA: cuda/rms_norm.cu ---
 
 
-def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels read these: whole rows of 16-byte vectors, one weight for all rows."""
+def has_kernel(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether the kernel reads these: whole rows of 16-byte vectors, one weight for all rows."""
     row_bytes = x.shape[-1] * x.element_size()
     rows_are_aligned = x.is_contiguous() or (
         x.dim() == 2 and x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
     )
     return (
-        weight.dim() == 1
+        (weight is None or weight.dim() == 1)
         and row_bytes % 16 == 0
         and row_bytes <= MAX_HIDDEN_BYTES
         and rows_are_aligned
@@ -64,39 +56,19 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     num_rows, hidden = rows.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     threads, per_block = geometry(hidden, x.dtype)
-    kernel("rms_norm", hidden, x.dtype)(
+    kernel(hidden, x.dtype)(
         (-(-num_rows // per_block),),
         (threads * per_block,),
         (
             rows.data_ptr(),
-            weight.data_ptr(),
+            weight.data_ptr() if weight is not None else 0,
             y.data_ptr(),
             np.int64(rows.stride(0)),
-            np.int32(num_rows),
-            np.float32(eps),
-        ),
-    )
-    return y
-
-
-def launch_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    hidden = x.shape[-1]
-    num_rows = x.numel() // hidden
-    y = torch.empty_like(residual)
-    threads, per_block = geometry(hidden, x.dtype)
-    kernel("add_rms_norm", hidden, x.dtype)(
-        (-(-num_rows // per_block),),
-        (threads * per_block,),
-        (
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
             np.int32(num_rows),
             np.float32(eps),
         ),
@@ -117,22 +89,20 @@ def geometry(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 @cache
-def kernel(name: str, hidden: int, dtype: torch.dtype) -> jit.Kernel:
-    spec = variant(name, hidden, dtype)
+def kernel(hidden: int, dtype: torch.dtype) -> jit.Kernel:
+    spec = variant(hidden, dtype)
     return jit.kernel(spec.source, spec.name, spec.defines)
 
 
-def variant(name: str, hidden: int, dtype: torch.dtype) -> jit.VariantSpec:
+def variant(hidden: int, dtype: torch.dtype) -> jit.VariantSpec:
     threads, rows = geometry(hidden, dtype)
     defines = {jit.scalar_define(dtype): 1, "HIDDEN": hidden, "THREADS": threads, "ROWS": rows}
-    return jit.VariantSpec(SOURCE, name, defines)
+    return jit.VariantSpec(SOURCE, "rms_norm", defines)
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
-    """The norms over the hidden dimension; both kernels come from one compilation."""
+    """The norm over the hidden dimension."""
     row_bytes = config.hidden_size * config.dtype.itemsize
     if row_bytes % 16 or row_bytes > MAX_HIDDEN_BYTES:
         return []
-    return [
-        variant(name, config.hidden_size, config.dtype) for name in ("rms_norm", "add_rms_norm")
-    ]
+    return [variant(config.hidden_size, config.dtype)]

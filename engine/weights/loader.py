@@ -35,14 +35,15 @@ def load_model(
     dummy: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
+    fused: bool | None = None,
 ) -> Decoder:
     """Build the model of `config` and load its weights from `path` (directory or .gguf file).
 
     `config.max_model_len` is the longest sequence that will be served: two rope kinds depend on it
-    (engine/layers/rotary.py). `dummy` draws random weights from `seed` instead of reading any. `progress(fraction, what)` is called per layer.
+    (engine/layers/rotary.py). `dummy` draws random weights from `seed` instead of reading any. `progress(fraction, what)` is called per layer. `fused`: see build_model.
     Raises ConfigError naming layer, tensor and file if the checkpoint does not fit the config.
     """
-    model = build_model(config, dtype, device)
+    model = build_model(config, dtype, device, fused)
     reader: Reader | DummyReader
     reader = DummyReader(seed) if dummy else Reader(open_checkpoint(path), path, dtype)
     layers = [(layer, layer.slots()) for layer in model.weighted_layers()]

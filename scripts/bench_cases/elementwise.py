@@ -14,9 +14,9 @@ def bench_cases() -> list[Case]:
     cases = []
     for tokens in (*FEW_TOKENS, *MANY_TOKENS):
         for hidden in (896, 3584, 8192):
-            cases += [norm(tokens, hidden), add_norm(tokens, hidden)]
+            cases.append(norm(tokens, hidden))
         for inner in (4864, 18944):
-            cases.append(silu(tokens, inner))
+            cases += [silu(tokens, inner, interleaved) for interleaved in (True, False)]
         cases += [
             rope(tokens, 14, 2, 64, False),
             rope(tokens, 28, 4, 128, False),
@@ -47,28 +47,16 @@ def norm(tokens: int, hidden: int) -> Case:
     return Case(f"rms_norm T={tokens} N={hidden}", setup, num_bytes=2 * 2 * tokens * hidden)
 
 
-def add_norm(tokens: int, hidden: int) -> Case:
-    def setup(copies: int) -> list[Launch]:
-        weight = randn(hidden)
-
-        def one() -> Launch:
-            x, residual = randn(tokens, hidden), randn(tokens, hidden)
-            return lambda: rms_norm.add_rms_norm(x, residual, weight, 1e-6)
-
-        return [one() for _ in range(copies)]
-
-    return Case(f"add_rms_norm T={tokens} N={hidden}", setup, num_bytes=4 * 2 * tokens * hidden)
-
-
-def silu(tokens: int, inner: int) -> Case:
+def silu(tokens: int, inner: int, interleaved: bool) -> Case:
     def setup(copies: int) -> list[Launch]:
         def one() -> Launch:
             gate_up = randn(tokens, 2 * inner)
-            return lambda: activation.silu_and_mul(gate_up)
+            return lambda: activation.silu_and_mul(gate_up, interleaved)
 
         return [one() for _ in range(copies)]
 
-    return Case(f"silu_and_mul T={tokens} N={inner}", setup, num_bytes=3 * 2 * tokens * inner)
+    name = f"silu_and_mul T={tokens} N={inner}{' interleaved' if interleaved else ''}"
+    return Case(name, setup, num_bytes=3 * 2 * tokens * inner)
 
 
 def rope(

@@ -29,17 +29,17 @@ class Watched(Harness):
             self.watch(layer)
 
     def watch(self, layer) -> None:
-        attend, rest = layer.attend, layer.rest
+        attend, add_rest = layer.attend, layer.add_rest
 
         def noted_attend(q: Tensor, *args: object) -> Tensor:
             self.attended.append((layer.index, len(q)))
             return attend(q, *args)
 
-        def noted_rest(hidden: Tensor, attended: Tensor) -> Tensor:
+        def noted_rest(hidden: Tensor, attended: Tensor) -> None:
             self.finished.append((layer.index, len(hidden)))
-            return rest(hidden, attended)
+            add_rest(hidden, attended)
 
-        layer.attend, layer.rest = noted_attend, noted_rest
+        layer.attend, layer.add_rest = noted_attend, noted_rest
 
 
 def test_chunks_that_do_not_sample_end_before_the_last_attention(model_dir: str) -> None:

@@ -23,7 +23,12 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 def kernels() -> None:
     """Compile what the tests below use in a few processes at once."""
     dtypes = (BF16, FP16, FP32)
-    specs = [rms_norm.variant("rms_norm", n, dtype) for n in HIDDEN for dtype in dtypes]
+    specs = [rms_norm.variant(n, dtype) for n in HIDDEN for dtype in dtypes]
+    specs += [
+        activation.variant(None, dtype, name)
+        for dtype in (BF16, FP16)
+        for name in activation.FUNCTIONS
+    ]
     specs += [
         activation.variant(n, dtype, name)
         for n in INNER
@@ -81,13 +86,9 @@ def test_rms_norm(dtype: torch.dtype, hidden: int) -> None:
         assert_close(got, want, 2 * eps(dtype) + 1e-6, 1e-5, f"rms_norm of {num_rows} rows")
         assert torch.equal(x, before), "x was changed"
 
-        residual = randn(num_rows, hidden, dtype=dtype)
-        total = residual + x
-        want = rms_norm.reference(total.float(), weight.float(), 1e-5)
-        got = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
-        assert torch.equal(residual, total), f"sum of {num_rows} rows"
-        assert_close(got, want, 2 * eps(dtype) + 1e-6, 1e-5, f"add_rms_norm of {num_rows} rows")
-        assert torch.equal(x, before), "x was changed"
+        want = rms_norm.reference(x.float(), None, 1e-5)
+        got = rms_norm.rms_norm(x, None, 1e-5)
+        assert_close(got, want, eps(dtype) + 1e-6, 1e-6, f"{num_rows} rows without a weight")
 
 
 def test_norm_of_a_strided_view_and_of_more_dimensions() -> None:
@@ -121,18 +122,16 @@ def test_bad_rows_stay_alone() -> None:
     assert torch.equal(got[keep], good[keep])
 
 
-def test_norms_in_a_graph(graph_replay: Record) -> None:
-    weight = randn(3584, dtype=BF16)
-    x, residual, out = (torch.zeros(8, 3584, dtype=BF16, device="cuda") for _ in range(3))
-    replay = graph_replay(lambda: out.copy_(rms_norm.add_rms_norm(x, residual, weight, 1e-6)))
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_norms_in_a_graph(has_weight: bool, graph_replay: Record) -> None:
+    weight = randn(3584, dtype=BF16) if has_weight else None
+    x, out = (torch.zeros(8, 3584, dtype=BF16, device="cuda") for _ in range(2))
+    replay = graph_replay(lambda: out.copy_(rms_norm.rms_norm(x, weight, 1e-6)))
     for _ in range(2):
         x.copy_(randn(8, 3584, dtype=BF16))
-        residual.copy_(randn(8, 3584, dtype=BF16))
-        total = residual + x
         replay()
-        want = rms_norm.reference(total.float(), weight.float(), 1e-6)
-        assert torch.equal(residual, total)
-        assert_close(out, want, 2 * eps(BF16), 1e-5, "replayed add_rms_norm")
+        want = rms_norm.reference(x.float(), None if weight is None else weight.float(), 1e-6)
+        assert_close(out, want, 2 * eps(BF16), 1e-5, "replayed rms_norm")
 
 
 # --- activations ---
@@ -149,6 +148,21 @@ def test_act_and_mul(dtype: torch.dtype, name: str) -> None:
             want = activation.reference(gate_up.float(), name)
             assert got.dtype is dtype
             assert_close(got, want, 2 * eps(dtype) + 2e-6, 2e-5, f"{name} of {num_rows} x {inner}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", activation.FUNCTIONS)
+def test_act_and_mul_of_interleaved_columns(dtype: torch.dtype, name: str) -> None:
+    """The same bits as of the same numbers side by side, for which there are references."""
+    for inner in INNER:
+        for num_rows in ROWS[:-1]:
+            gate, up = (randn(num_rows, inner, dtype=dtype, scale=4) for _ in range(2))
+            pairs = (gate.view(num_rows, -1, 8), up.view(num_rows, -1, 8))
+            gate_up = torch.stack(pairs, 2).flatten(1)
+            assert activation.has_kernel(gate_up, interleaved=True)
+            got = activation.act_and_mul(gate_up, name, interleaved=True)
+            want = activation.act_and_mul(torch.cat((gate, up), -1), name)
+            assert torch.equal(got, want), f"{name} of {num_rows} x {inner}"
 
 
 def test_activation_of_many_rows_and_in_a_graph(graph_replay: Record) -> None:

@@ -16,6 +16,7 @@ from engine.ops import (
     rms_norm,
     rope_and_cache,
 )
+from engine.ops.fused_product import interleave
 from tests.kernels import emulator
 from tests.kernels.emulator import as_if_cuda, emulated
 
@@ -59,12 +60,8 @@ def test_rms_norm(dtype: torch.dtype, hidden: int) -> None:
         assert_within_a_rounding(
             rms_norm.launch(x, weight, 1e-5), rms_norm.reference(x, weight, 1e-5)
         )
+        assert_within_a_rounding(rms_norm.launch(x, None, 1e-5), rms_norm.reference(x, None, 1e-5))
         assert torch.equal(x, before)
-        x, residual = x.contiguous(), torch.randn(num_rows, hidden).to(dtype)
-        total = residual + x
-        y = rms_norm.launch_add(x, residual, weight, 1e-5)
-        assert torch.equal(residual, total)
-        assert_within_a_rounding(y, rms_norm.reference(total, weight, 1e-5))
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -77,6 +74,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 def test_rows_that_the_kernel_cannot_read_are_refused() -> None:
     weight = torch.ones(64, dtype=BF16)
     assert rms_norm.has_kernel(torch.zeros(2, 64, dtype=BF16), weight)
+    assert rms_norm.has_kernel(torch.zeros(2, 64, dtype=BF16), None)
     assert not rms_norm.has_kernel(torch.zeros(2, 68, dtype=BF16), torch.ones(68, dtype=BF16))
     assert not rms_norm.has_kernel(torch.zeros(2, 65, dtype=BF16)[:, 1:], weight)
     assert not rms_norm.has_kernel(torch.zeros(64, 2, dtype=BF16).T, weight)
@@ -98,6 +96,22 @@ def test_act_and_mul(dtype: torch.dtype, name: str, inner: int) -> None:
         want = activation.reference(gate_up.double(), name)
         tolerance = 1e-6 if dtype is FP32 else 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("num_rows", "inner"), [(1, 8), (3, 104), (8, 1536), (33, 264)])
+def test_act_and_mul_of_interleaved_columns(dtype: torch.dtype, num_rows: int, inner: int) -> None:
+    gate, up = ((4 * torch.randn(num_rows, inner)).to(dtype) for _ in range(2))
+    gate_up = interleave(torch.cat((gate, up), -1).T).T.contiguous()
+    assert activation.has_kernel(gate_up, interleaved=True)
+    got = activation.launch(gate_up, "silu", interleaved=True)
+    side_by_side = torch.cat((gate, up), -1)
+    want = activation.reference(side_by_side.double())
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-5)
+    assert torch.equal(got, activation.launch(side_by_side, "silu")), (
+        "the same bits in either order"
+    )
 
 
 def test_an_unknown_activation_is_refused() -> None:

@@ -1,10 +1,11 @@
 """A GPU's attention backends under a whole model, with their kernels in the emulator.
 
-What stays torch's are the products. Everything between them - norms, rotation, cache writes with their
-scales, plans, attention of decode rows and chunks - runs through the launchers that a GPU uses.
+What stays torch's are the products of many rows, and all in float32. Those of few rows, norms, rotation,
+cache writes with their scales, plans, attention of decode rows and chunks run through the launchers that a
+GPU uses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,19 +14,23 @@ from torch import Tensor
 
 from engine.attention import paged, paged_f32
 from engine.attention.base import allocate_kv_cache
+from engine.layers import linear as linear_layer
 from engine.layers import norm
 from engine.models import decoder
 from engine.models.config import ModelConfig
 from engine.ops import (
     activation,
     jit,
+    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
     plan_decode,
     rms_norm,
     rope_and_cache,
+    skinny_gemm,
 )
+from engine.ops import linear as linear_op
 from engine.runner.runner import distinct
 from engine.weights.loader import load_model
 from tests.engine_cpu import naive_attention
@@ -33,7 +38,7 @@ from tests.engine_cpu.naive_attention import Sequences
 from tests.engine_cpu.test_fp8_cache import rounded_sequences, with_scales
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.kernels import emulator
-from tests.kernels.emulator import emulated
+from tests.kernels.emulator import as_if_cuda, emulated
 from tests.kernels.paged_attention_cases import Heads, limits_of
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
@@ -41,12 +46,14 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 CPU = torch.device("cpu")
 MODULES = (
     activation,
+    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
     plan_decode,
     rms_norm,
     rope_and_cache,
+    skinny_gemm,
 )
 SCALES = {"k_scale": torch.tensor(0.0625), "v_scale": torch.tensor(0.25)}
 
@@ -78,12 +85,26 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paged, "paged_prefill", paged_prefill.launch)
     monkeypatch.setattr(paged_f32, "paged_attention_f32", paged_attention_f32.launch)
     monkeypatch.setattr(decoder, "rope_and_cache", rope_and_cache.launch)
-    monkeypatch.setattr(decoder, "silu_and_mul", lambda x: activation.launch(x, "silu"))
-    monkeypatch.setattr(norm, "rms_norm", rms_norm.launch)
-    monkeypatch.setattr(norm, "add_rms_norm", rms_norm.launch_add)
+    monkeypatch.setattr(linear_op, "kernel_for", kernel_for)
+    for module in (linear_op, linear_layer):
+        monkeypatch.setattr(module, "silu_and_mul", silu_and_mul_by_kernel)
+    for module in (linear_op, norm):
+        monkeypatch.setattr(module, "rms_norm", rms_norm.launch)
     monkeypatch.setattr(naive_attention, "BLOCK_SIZE", 16)  # kernels take no smaller blocks
     with emulated(*MODULES):
         yield
+
+
+def kernel_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
+    """As on a Hopper."""
+    if x.dtype is torch.float32 or len(x) > 32:
+        return None
+    kernel = skinny_gemm.skinny_gemm if len(x) <= 8 else narrow_gemm.narrow_gemm
+    return lambda x, *args, **options: kernel(as_if_cuda(x), *args, **options)
+
+
+def silu_and_mul_by_kernel(gate_up: Tensor, interleaved: bool = False) -> Tensor:
+    return activation.launch(gate_up, "silu", interleaved)
 
 
 def plan_decode_by_kernel(plan, seq_lens, rows, window) -> None:
@@ -93,7 +114,8 @@ def plan_decode_by_kernel(plan, seq_lens, rows, window) -> None:
 
 def gpu_like(model_dir, dtype: torch.dtype, kv_dtype: torch.dtype) -> Sequences:
     """A model on the CPU that attends as on a GPU."""
-    model = load_model(str(model_dir), ModelConfig.from_directory(str(model_dir)), dtype, CPU)
+    config = ModelConfig.from_directory(str(model_dir))
+    model = load_model(str(model_dir), config, dtype, CPU, fused=dtype.itemsize == 2)
     sequences = Sequences(model, 2, max_len=96)
     spec = model.attention_specs[0]
     num_blocks = sequences.attention.kv.num_blocks

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engine.ops import jit, nvrtc
-from engine.ops import linear as linear_op
 from engine.ops import wide_gemm_sm90 as op
 from engine.ops.kernel_build import build
 from engine.ops.kernel_cache import Job, KernelCache
@@ -197,29 +196,6 @@ def test_small_matrices_are_shared_out_and_large_ones_have_whole_tiles() -> None
     assert down.num_clusters > down.num_tiles
     assert not gate_up.is_divided
     assert gate_up.num_clusters * gate_up.cluster == 132
-
-
-def test_linear_takes_the_kernel_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-    monkeypatch.setattr(
-        linear_op, "wide_gemm_sm90", lambda x, w, bias=None: called.append(len(x)) or x.new_zeros(1)
-    )
-    monkeypatch.setattr(linear_op, "linear_cuda", lambda x, w, bias=None: x.new_zeros(1))
-    w = torch.randn(64, 96).to(BF16)
-
-    def call(m: int) -> None:
-        linear_op.linear(emulator.as_if_cuda(torch.randn(m, 96).to(BF16)), w)
-
-    monkeypatch.setattr(op, "CHOSEN", ())
-    call(64)
-    assert not called
-    monkeypatch.setattr(op, "CHOSEN", ((range(49, 65), range(0, 64 * 96 * 2 + 1)),))
-    for m in (48, 49, 64, 65):
-        call(m)
-    assert called == [49, 64]
-    monkeypatch.setattr(op, "CHOSEN", ((range(49, 65), range(0, 64 * 96 * 2)),))
-    call(64)
-    assert called == [49, 64]
 
 
 def test_what_is_chosen_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
