@@ -14,37 +14,52 @@
 //
 //   lane 4 g + t   rows g and g + 8 of 16, columns 8 t ... 8 t + 7 of 32: products 1 (first 4), 2 (last 4)
 //
+// The first stages of W are on their way before the kernel ahead has ended. The x that goes with them comes
+// through registers: copies end in the order they began, so one behind them would wait for all of them.
+//
 // A result depends on its own row of x and on K alone, never on m or on the block it lands in.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
-//   -DROW_TILES=n    16 n rows of W in a tile    -DCOLUMN_TILES=n   up to 8 n rows of x    -DSTAGES=n
-//   -DGATED=1        W is [gate; up]: y = silu(x gate^T) * (x up^T); a tile has 8 n rows of each
-//   -DNORMED=1       x becomes rms_norm(x) * norm_weight: the weight at once, the row's factor at the end
+//   -DEIGHTS=n         up to 8 n rows of W in a tile    -DCOLUMN_TILES=n   up to 8 n rows of x
+//   -DSTAGES=n         of the ring; one more than are allocated if a warp loads no more than those
+//   -DX_CHUNKS=n       > 0: a warp's chunks of x, at most n, stay in shared memory instead of in the ring,
+//                      for all tiles
+//   -DGATED=1          16 rows of W are 8 of gate, 8 of up: y = silu(x gate^T) * (x up^T)
+//   -DNORMED=1         each row of the product is divided by its x's root mean square
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/gate.cuh"
 #include "common/mma.cuh"
-#include "common/reduce.cuh"
-#include "common/sm90.cuh"
+#include "common/vec.cuh"
 
 #ifdef GATED
-constexpr int ROW_STEP = 8;      // outputs in 16 rows of a tile
+constexpr int FACTORS = 2;                        // rows of W to an output
+constexpr int UNIT = 16;                          // rows of W that stay in one tile
+static_assert(EIGHTS % 2 == 0, "gate and up lie in one tile");
 #else
-constexpr int ROW_STEP = 16;
+constexpr int FACTORS = 1;
+constexpr int UNIT = 1;
 #endif
 #ifdef NORMED
-constexpr int NORM_PIECES = 2;
+constexpr bool IS_NORMED = true;
 #else
-constexpr int NORM_PIECES = 0;
+constexpr bool IS_NORMED = false;
 #endif
 constexpr int WARPS = 8;
-constexpr int CHUNK = 64;                        // columns
-constexpr int COLUMNS = 8 * COLUMN_TILES;        // rows of x, columns of the products
-constexpr int W_PIECES = 4 * ROW_TILES;          // a piece: 16 bytes of every lane. [row tile][8 rows][32 columns]
-constexpr int X_PIECES = 2 * COLUMN_TILES;       // [column tile][32 columns]
-constexpr int PIECE = 32 * 16;
-constexpr int STAGE = PIECE * (W_PIECES + X_PIECES + NORM_PIECES);
-constexpr int SUM_STRIDE = 16 * ROW_TILES + 4;   // floats; 4 mod 16 keeps both directions free of conflicts
-constexpr int SUMS = COLUMNS * SUM_STRIDE;       // floats of one warp: [column][row]
+constexpr int CHUNK = 64;                         // columns
+constexpr int ROW_TILES = (EIGHTS + 1) / 2;       // of 16 rows of W
+constexpr int COLUMNS = 8 * COLUMN_TILES;         // rows of x, columns of the products
+constexpr int PIECE = 32 * 16;                    // 16 bytes of every lane
+constexpr int W_CHUNK = PIECE * 2 * EIGHTS;       // [8 rows][32 columns]
+constexpr int X_CHUNK = PIECE * 2 * COLUMN_TILES;  // [column tile][32 columns]
+constexpr bool KEEPS_X = X_CHUNKS > 0;
+constexpr int STAGE = W_CHUNK + (KEEPS_X ? 0 : X_CHUNK);
+constexpr int X_AHEAD = KEEPS_X ? X_CHUNKS : STAGES - 1;  // chunks of x that come through registers
+constexpr int SUM_STRIDE = 8 * EIGHTS + 4;        // floats; an odd multiple of 4: no bank conflicts in either direction
+constexpr int SUMS = COLUMNS * SUM_STRIDE;        // floats of one warp: [column][row]
+constexpr int PER_LANE = (8 * EIGHTS / FACTORS + 31) / 32;  // outputs of a lane in a tile and a row of x
+static_assert(STAGES >= 2, "one is multiplied while the others load");
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef SCALAR_FP16
@@ -55,12 +70,12 @@ DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 struct Operands {
-  const scalar_t *x, *w, *norm_weight;
-  int m, n, k;              // x [m, k], w [n or 2 n, k]
+  const scalar_t *x, *w;
+  int m, k;              // x [m, k], w [.., k]
   int x_stride;
 };
 
-// What one warp loads next: chunk `chunk` of the tile that starts at output `first`.
+// What one warp loads next: chunk `chunk` of the tile that starts at row `first` of W.
 struct Cursor {
   int first, chunk;
   DEV void advance(int warp, int num_chunks, int tile_rows) {
@@ -69,29 +84,19 @@ struct Cursor {
   }
 };
 
-// `slot`: this lane's 16 bytes of the stage's first piece. Rows from `end` on are left as they are: what
+// `slot`: this lane's 16 bytes of the chunk's first piece. Rows from `count` on are left as they are: what
 // they hold goes into results that nobody reads. Columns from k on become zeros.
 DEV void load_weights(const Operands& op, smem_t slot, Cursor at, int count, int lane) {
   const int g = lane >> 2, t = lane & 3;
-#ifdef GATED
-  const i64 eight_down = (i64)op.n * op.k;        // from a row of gate to that of up
-#else
-  const i64 eight_down = 8ll * op.k;
-#endif
   const scalar_t* row = op.w + (i64)(at.first + g) * op.k;
 #pragma unroll
-  for (int i = 0; i < ROW_TILES; i++) {
+  for (int i = 0; i < EIGHTS; i++) {
+    if (8 * i + g >= count) continue;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int output = i * ROW_STEP + g + (ROW_STEP == 16 ? 8 * h : 0);
-      if (output >= count) continue;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int column = at.chunk * CHUNK + half * 32 + t * 8;
-        const bool valid = column < op.k;
-        copy_async_16(slot + ((i * 2 + h) * 2 + half) * PIECE,
-                      row + i * ROW_STEP * (i64)op.k + h * eight_down + (valid ? column : 0), valid);
-      }
+    for (int half = 0; half < 2; half++) {
+      const int column = at.chunk * CHUNK + half * 32 + t * 8;
+      const bool valid = column < op.k;
+      copy_async_16(slot + (i * 2 + half) * PIECE, row + i * (8ll * op.k) + (valid ? column : 0), valid);
     }
   }
 }
@@ -102,167 +107,237 @@ DEV void load_inputs(const Operands& op, smem_t slot, int chunk, int lane) {
   for (int half = 0; half < 2; half++) {
     const int column = chunk * CHUNK + half * 32 + t * 8;
     const bool valid = column < op.k;
-    const int from = valid ? column : 0;
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES; i++)
       if (8 * i + g < op.m)
-        copy_async_16(slot + (W_PIECES + i * 2 + half) * PIECE, op.x + (i64)(8 * i + g) * op.x_stride + from, valid);
-#ifdef NORMED
-    copy_async_16(slot + (W_PIECES + X_PIECES + half) * PIECE, op.norm_weight + from, valid);
-#endif
+        copy_async_16(slot + (i * 2 + half) * PIECE, op.x + (i64)(8 * i + g) * op.x_stride + (valid ? column : 0), valid);
   }
 }
 
-// x times the norm's weight, rounded to scalar_t as x was; adds x * x to `squares`.
-DEV uint4 weighted(uint4 x, uint4 weight, float& squares) {
-  u32 values[4] = {x.x, x.y, x.z, x.w};
-  const u32 weights[4] = {weight.x, weight.y, weight.z, weight.w};
+// A chunk of x on its way through registers. Rows from m on are zeros.
+struct InputChunk {
+  uint4 pieces[2 * COLUMN_TILES];
+
+  DEV void load(const Operands& op, int chunk, int lane) {
+    const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    float x0, x1, w0, w1;
-    unpack2(values[i], x0, x1);
-    unpack2(weights[i], w0, w1);
-    squares += x0 * x0;
-    squares += x1 * x1;
-    values[i] = pack2(x0 * w0, x1 * w1);
+    for (int i = 0; i < COLUMN_TILES; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = 8 * i + g, column = chunk * CHUNK + half * 32 + t * 8;
+        uint4& piece = pieces[i * 2 + half];
+        piece = make_uint4(0, 0, 0, 0);
+        if (row < op.m && column < op.k) piece = load16(op.x + (i64)row * op.x_stride + column);
+      }
   }
-  return make_uint4(values[0], values[1], values[2], values[3]);
-}
+  DEV void store(u8* slot) const {
+#pragma unroll
+    for (int i = 0; i < 2 * COLUMN_TILES; i++) store16(slot + i * PIECE, pieces[i]);
+  }
+};
 
 typedef float Accumulators[ROW_TILES][COLUMN_TILES][4];
 
-// One chunk. `slot` as for the loads; squares[i] is of row 8 i + g of x.
-DEV void multiply(const u8* slot, Accumulators& sums, float (&squares)[COLUMN_TILES]) {
+// One chunk: W's at `slot`, x's at `x_slot`. The halves of a chunk are summed apart, as a product waits for
+// the one before it that adds to the same sums.
+DEV void multiply(const u8* slot, const u8* x_slot, Accumulators (&sums)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     uint4 b[COLUMN_TILES];
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j++) {
-      b[j] = *(const uint4*)(slot + (W_PIECES + j * 2 + half) * PIECE);
-#ifdef NORMED
-      b[j] = weighted(b[j], *(const uint4*)(slot + (W_PIECES + X_PIECES + half) * PIECE), squares[j]);
-#endif
-    }
+    for (int j = 0; j < COLUMN_TILES; j++) b[j] = load16(x_slot + (j * 2 + half) * PIECE);
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
-      const uint4 upper = *(const uint4*)(slot + (i * 4 + half) * PIECE);
-      const uint4 lower = *(const uint4*)(slot + (i * 4 + 2 + half) * PIECE);
+      const uint4 upper = load16(slot + (i * 4 + half) * PIECE);
+      uint4 lower = make_uint4(0, 0, 0, 0);
+      if (2 * i + 1 < EIGHTS) lower = load16(slot + (i * 4 + 2 + half) * PIECE);
       const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, last[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
       for (int j = 0; j < COLUMN_TILES; j++) {
-        mma(sums[i][j], first, b[j].x, b[j].y);
-        mma(sums[i][j], last, b[j].z, b[j].w);
+        mma(sums[half][i][j], first, b[j].x, b[j].y);
+        mma(sums[half][i][j], last, b[j].z, b[j].w);
       }
     }
   }
 }
 
-DEV float silu(float x) { return x / (1.f + exp2_fast(-1.44269504f * x)); }
+// x x^T of each column tile, of whose diagonal the squares' sums are: what is B to the product (rows of x as
+// N) is the upper half of A as well (rows of x as M).
+typedef float Squares[COLUMN_TILES][4];
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) skinny_gemm(
-    scalar_t* out,                 // [m, n], may be `residual`
-    const scalar_t* x, const scalar_t* w,
-    const scalar_t* bias,          // [n], GATED: [2 n]; or null
-    const scalar_t* residual,      // [m, n], or null
-    const scalar_t* norm_weight,   // [k], NORMED only
-    int m, int n, int k, int x_stride, int out_stride, int residual_stride,
-    int block_rows, int tile_rows,  // outputs of a block and of a tile
-    float eps)
+DEV void add_squares(const u8* x_slot, Squares (&squares)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++) {
+      const uint4 b = load16(x_slot + (j * 2 + half) * PIECE);
+      const u32 first[4] = {b.x, 0, b.y, 0}, last[4] = {b.z, 0, b.w, 0};
+      mma(squares[half][j], first, b.x, b.y);
+      mma(squares[half][j], last, b.z, b.w);
+    }
+}
+
+// Where in a tile the row of W lies that output `i` of the tile is made of (GATED: its gate's; up's is 8 on).
+DEV int place_of(int i) { return FACTORS == 2 ? i / 8 * 16 + i % 8 : i; }
+
+// What is added to a lane's outputs of one tile: fetched long before they are there. Warp w has the rows
+// w, w + 8, ... of x, lane l the outputs l, l + 32, ...
+struct Addends {
+  scalar_t bias[PER_LANE][FACTORS], residual[COLUMN_TILES][PER_LANE];
+
+  // of the tile that starts at row `first` of W and has `count`
+  DEV void load_bias(const scalar_t* from, int first, int count, int lane) {
+    if (from == nullptr) return;
+#pragma unroll
+    for (int p = 0; p < PER_LANE; p++) {
+      const int place = place_of(lane + 32 * p);
+#pragma unroll
+      for (int f = 0; f < FACTORS; f++)
+        if (place < count) bias[p][f] = from[first + place + 8 * f];
+    }
+  }
+  DEV void load_residual(const scalar_t* from, int stride, int m, int first, int count, int warp, int lane) {
+    if (from == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int p = 0; p < PER_LANE; p++) {
+        const int row = warp + WARPS * j, i = lane + 32 * p;
+        if (row < m && i < count / FACTORS) residual[j][p] = from[(i64)row * stride + first / FACTORS + i];
+      }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 : 1) skinny_gemm(
+    scalar_t* out,             // [m, outputs], may be `residual`
+    const scalar_t* x,
+    const scalar_t* w,         // [rows, k]
+    const scalar_t* bias,      // [rows], or null
+    const scalar_t* residual,  // [m, outputs], or null
+    int m, int k, int x_stride, int out_stride, int residual_stride,
+    int block_units,           // of UNIT rows of W: of each block
+    int larger_blocks,         // the first ones, which have one unit more
+    int tile_rows,             // of W, a multiple of UNIT
+    float eps)                 // NORMED
 {
   extern __shared__ __align__(128) u8 smem[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int begin = blockIdx.x * block_rows, end = min(n, begin + block_rows);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, block = blockIdx.x;
+  const int begin = UNIT * (block * block_units + min(block, larger_blocks));
+  const int end = begin + UNIT * (block_units + (block < larger_blocks));
   const int num_tiles = (end - begin + tile_rows - 1) / tile_rows, num_chunks = (k + CHUNK - 1) / CHUNK;
-  const int my_chunks = warp < num_chunks ? (num_chunks - warp + WARPS - 1) / WARPS : 0, my_loads = num_tiles * my_chunks;
-  const Operands op{x, w, norm_weight, m, n, k, x_stride};
-
-  u8* ring = smem + warp * (STAGES * STAGE) + lane * 16;
-  const smem_t ring_address = smem_address(ring);
-  float* all_sums = (float*)(smem + WARPS * STAGES * STAGE);  // [2][WARPS][SUMS]; NORMED: [2][WARPS][COLUMNS]
+  const int my_chunks = (num_chunks - warp + WARPS - 1) / WARPS, my_loads = num_tiles * my_chunks;
+  const Operands op{x, w, m, k, x_stride};
   auto count_at = [&](int first) { return min(tile_rows, end - first); };
+
+  float* all_sums = (float*)smem;                    // [2][WARPS][SUMS]
+  float* all_squares = all_sums + 2 * WARPS * SUMS;  // NORMED: [WARPS][COLUMNS]
+  u8* chunks_of_x = (u8*)(all_squares + (IS_NORMED ? WARPS * COLUMNS : 0));  // [WARPS][X_CHUNKS]
+  u8* stages = chunks_of_x + WARPS * X_CHUNKS * X_CHUNK;                     // [STAGES][WARPS]
+  u8* kept_x = chunks_of_x + warp * (X_CHUNKS * X_CHUNK) + lane * 16;        // this lane's
+  u8* ring = stages + warp * STAGE + lane * 16;
+  const smem_t ring_address = smem_address(ring);
 
   // Weights never depend on the kernel before this one, the rest may.
   Cursor next{begin, warp}, inputs = next;
-  for (int s = 0; s < STAGES - 1; s++)
-    if (s < my_loads) {
-      load_weights(op, ring_address + s * STAGE, next, count_at(next.first), lane);
-      next.advance(warp, num_chunks, tile_rows);
-    }
-  grid_dependency_wait();
+#pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
     if (s < my_loads) {
-      load_inputs(op, ring_address + s * STAGE, inputs.chunk, lane);
-      inputs.advance(warp, num_chunks, tile_rows);
+      load_weights(op, ring_address + s * (WARPS * STAGE), next, count_at(next.first), lane);
+      next.advance(warp, num_chunks, tile_rows);
     }
     copy_async_commit();
   }
+  Addends addends = {};
+  addends.load_bias(bias, begin, count_at(begin), lane);
+  grid_dependency_wait();
+  const int x_ahead = KEEPS_X ? my_chunks : my_loads;
+  InputChunk chunks[X_AHEAD];
+#pragma unroll
+  for (int s = 0; s < X_AHEAD; s++)
+    if (s < x_ahead) {
+      chunks[s].load(op, inputs.chunk, lane);
+      inputs.advance(warp, num_chunks, tile_rows);
+    }
+  addends.load_residual(residual, residual_stride, m, begin, count_at(begin), warp, lane);
   grid_dependency_launch();
+#pragma unroll
+  for (int s = 0; s < X_AHEAD; s++)
+    if (s < x_ahead) chunks[s].store(KEEPS_X ? kept_x + s * X_CHUNK : ring + s * (WARPS * STAGE) + W_CHUNK);
 
   int done = 0, stage = 0;  // chunks multiplied so far, and where the next one lies
+  float factors[COLUMN_TILES];  // of this warp's rows; NORMED: known at the end of the first tile
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; j++) factors[j] = 1.f;
   for (int tile = 0; tile < num_tiles; tile++) {
     const int first = begin + tile * tile_rows, count = count_at(first);
-    Accumulators sums = {};
-    float squares[COLUMN_TILES] = {};
+    Accumulators sums[2] = {};
+    Squares squares[2] = {};
     for (int i = 0; i < my_chunks; i++, done++) {
       copy_async_wait<STAGES - 2>();
       const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;  // read in the last iteration
       if (done + STAGES - 1 < my_loads) {
-        load_weights(op, ring_address + free_stage * STAGE, next, count_at(next.first), lane);
-        load_inputs(op, ring_address + free_stage * STAGE, next.chunk, lane);
+        const smem_t slot = ring_address + free_stage * (WARPS * STAGE);
+        load_weights(op, slot, next, count_at(next.first), lane);
+        if (!KEEPS_X) load_inputs(op, slot + W_CHUNK, next.chunk, lane);
         next.advance(warp, num_chunks, tile_rows);
       }
       copy_async_commit();
-      multiply(ring + stage * STAGE, sums, squares);
+      const u8* slot = ring + stage * (WARPS * STAGE);
+      const u8* x_slot = KEEPS_X ? kept_x + i * X_CHUNK : slot + W_CHUNK;
+      multiply(slot, x_slot, sums);
+      if (IS_NORMED && tile == 0) add_squares(x_slot, squares);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
 
     // Two buffers, so that one barrier a tile is enough: whoever writes a buffer again has seen, at the
     // barrier in between, all threads finish reading it.
     float* tile_sums = all_sums + (tile & 1) * (WARPS * SUMS);
-#ifdef NORMED
-    float* tile_squares = all_sums + 2 * WARPS * SUMS + (tile & 1) * (WARPS * COLUMNS);
-#endif
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++) {
 #pragma unroll
       for (int i = 0; i < ROW_TILES; i++) {
         float* to = tile_sums + warp * SUMS + (8 * j + 2 * t) * SUM_STRIDE + 16 * i + g;
-        to[0] = sums[i][j][0];
-        to[SUM_STRIDE] = sums[i][j][1];
-        to[8] = sums[i][j][2];
-        to[SUM_STRIDE + 8] = sums[i][j][3];
+        to[0] = sums[0][i][j][0] + sums[1][i][j][0];
+        to[SUM_STRIDE] = sums[0][i][j][1] + sums[1][i][j][1];
+        if (2 * i + 1 >= EIGHTS) continue;
+        to[8] = sums[0][i][j][2] + sums[1][i][j][2];
+        to[SUM_STRIDE + 8] = sums[0][i][j][3] + sums[1][i][j][3];
       }
-#ifdef NORMED
-      const float row_squares = warp_sum<4>(squares[j]);
-      if (t == 0) tile_squares[warp * COLUMNS + 8 * j + g] = row_squares;
-#endif
+      if (IS_NORMED && tile == 0 && t == g / 2)  // who has columns 2 t and 2 t + 1 of row g
+        all_squares[warp * COLUMNS + 8 * j + g] = g % 2 ? squares[0][j][1] + squares[1][j][1]
+                                                        : squares[0][j][0] + squares[1][j][0];
     }
     __syncthreads();
-    for (int row = warp; row < m; row += WARPS) {
-      float factor = 1.f;
-#ifdef NORMED
-      float total = 0.f;
-      for (int i = 0; i < WARPS; i++) total += tile_squares[i * COLUMNS + row];
-      factor = rsqrtf(total / k + eps);
-#endif
-      auto result = [&](int place, int column) {  // of W's row `column`, at `place` in the tile
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++) {
+      const int row = warp + WARPS * j;
+      if (row >= m) break;
+      if (IS_NORMED && tile == 0) {
+        float total = 0.f;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) total += all_squares[i * COLUMNS + row];
+        factors[j] = rsqrtf(total / k + eps);
+      }
+      auto result = [&](int place) {
         float y = 0.f;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) y += tile_sums[i * SUMS + row * SUM_STRIDE + place];
-        y *= factor;
-        return bias ? y + to_float(bias[column]) : y;
+        return y * factors[j];
       };
-      for (int i = lane; i < count; i += 32) {
-        const int column = first + i;
-#ifdef GATED
-        const int place = i / 8 * 16 + i % 8;
-        float y = silu(result(place, column)) * result(place + 8, n + column);
-#else
-        float y = result(i, column);
-#endif
-        if (residual) y += to_float(residual[(i64)row * residual_stride + column]);
-        out[(i64)row * out_stride + column] = from_float(y);
+#pragma unroll
+      for (int p = 0; p < PER_LANE; p++) {
+        const int i = lane + 32 * p, place = place_of(i);
+        if (place >= count) continue;
+        float y = result(place) + to_float(addends.bias[p][0]);
+        if (FACTORS == 2) y = silu(y) * (result(place + 8) + to_float(addends.bias[p][FACTORS - 1]));
+        y += to_float(addends.residual[j][p]);
+        out[(i64)row * out_stride + first / FACTORS + i] = from_float(y);
       }
+    }
+    if (tile + 1 < num_tiles) {
+      const int then = first + tile_rows, then_count = count_at(then);
+      addends.load_bias(bias, then, then_count, lane);
+      addends.load_residual(residual, residual_stride, m, then, then_count, warp, lane);
     }
   }
 }

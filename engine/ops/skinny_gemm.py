@@ -1,24 +1,17 @@
 """y = x W^T for up to 32 rows, at the rate at which W can be read; with what surrounds it in a decoder.
 
-Contract
+Contract: engine/ops/fused_product.py, and
     x        [M, K] bfloat16 or float16, M <= 32, K a multiple of 8, last dimension contiguous, rows at
-             multiples of 16 bytes; not changed
-    w        [N, K] of x's dtype, contiguous, as torch.nn.Linear has it; gated: [2 N, K], gate then up
-    bias     [N] (gated: [2 N]) or None
-    residual [M, N], last dimension contiguous, or None; `out` may be the same tensor
-    returns  out [M, N] of x's dtype, a fresh tensor unless given:
-
-                 y = x W^T + bias                            sums in float32, rounded once at the end
-      normed     x := rms_norm(x, norm_weight, eps) first    bfloat16 only
-      gated      y = silu(x gate^T + bias) * (x up^T + bias)
-      residual   y += residual
+             multiples of 16 bytes
+    w        [N, K] of x's dtype, contiguous, at a multiple of 16 bytes; the kernel launched right before
+             this one must have written neither w nor bias (see cuda/common/dependent_launch.cuh)
+    bias     [N] of x's dtype, contiguous, or None
+    residual [M, outputs] of x's dtype, last dimension contiguous, or None; as is `out`
 
 A row of the result depends on its own row of x and nothing else, bit for bit: not on M, not on its
-place. That holds among M <= 32; a larger product is another library's. Normalisation is not computed
-ahead: x * norm_weight is rounded and multiplied, and the sum divided by the root mean square at the end,
-so products of large activations must fit the dtype, which rules out float16.
+place. That holds among M <= 32; a larger product is another library's.
 
-The kernel is described in cuda/skinny_gemm.cu.
+The kernel is described in cuda/skinny_gemm.cu, `make_plan` chooses how it cuts up a product.
 """
 
 from dataclasses import dataclass
@@ -29,40 +22,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import jit
+from engine.ops import fused_product, jit
 
 MAX_ROWS = 32
 DISPATCH_ROWS = (
     8  # up to here `linear_cuda` takes this kernel; beyond, the library is faster (H200)
 )
 WARPS = 8
-PIECE = 512  # bytes that a warp loads at once
-ROW_TILES = (3, 2, 1)  # of 16 rows of W, largest first: x is read once for each tile
+CHUNK = 64  # columns that a warp multiplies at once
+PIECE = 512  # bytes that a warp loads at once: 8 rows, half a chunk
+ROW_TILES = (3, 2, 1)  # of 16 rows of W at most, largest first: x is read once for each tile
 MAX_STAGES = 6
 IN_FLIGHT = 56 * 1024  # bytes that an SM should have under way to keep the memory busy
+KEPT_X = 32 * 1024  # bytes of x that a block may keep for all its tiles
+
+# A block that reads so little of W is as long under way as the launch of the next kernel: it leaves half of
+# Hopper's shared memory to that kernel's blocks, which then fetch their own weights in the meantime.
+SMALL_BLOCK = 160 * 1024
+HALF_SMEM = 113 * 1024  # of 228 KB, less what the driver takes of each block
+
 LEAST_SMEM_LIMIT = 99 * 1024  # bytes of shared memory for a block, of consumer cards
 SMEM_LIMITS = {"sm_80": 163 * 1024, "sm_87": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
 H200 = (132, 227 * 1024)  # SMs, shared memory of a block; assumed where there is no device
+MAX_SMS = 192  # of the cards to compile for ahead
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a plan is made for."""
+
+    column_tiles: int  # 8 rows of x each
+    n: int  # rows of W
+    k: int
+    gated: bool = False
+    normed: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Rows of W that no block and no tile divides."""
+        return 2 * fused_product.GROUP if self.gated else 1
+
+    @property
+    def warp_chunks(self) -> int:
+        """Of a tile, for the warp that has most."""
+        return -(-self.k // (CHUNK * WARPS))
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What selects a kernel variant."""
+    """What selects a kernel variant, beside the product's options."""
 
-    row_tiles: int  # 16 rows of W each
-    column_tiles: int  # 8 rows of x each
+    eights: int  # 8 rows of W each
+    column_tiles: int
     stages: int
-    in_flight: int  # bytes, as far as they help
+    x_chunks: int  # of a warp, that it keeps for all tiles; 0: x flows with W
+    in_flight: int  # bytes of stages that are under way, as far as they help
     smem_bytes: int
 
     @classmethod
-    def fit(cls, row_tiles: int, column_tiles: int, normed: bool, smem_limit: int) -> "Tiles":
-        """With as many stages as memory allows; fewer than 2 do not work."""
-        stage = WARPS * PIECE * (4 * row_tiles + 2 * column_tiles + 2 * normed)
-        sums = 2 * WARPS * 8 * column_tiles * (16 * row_tiles + 4 + normed) * 4
-        stages = min(MAX_STAGES, (smem_limit - sums) // stage)
+    def fit(cls, product: Product, tile_rows: int, num_tiles: int, smem_limit: int) -> "Tiles":
+        """With as many stages as memory allows and loads fill; fewer than 2 do not work."""
+        eights, columns = -(-tile_rows // 8), product.column_tiles
+        x_chunk = WARPS * PIECE * 2 * columns
+        kept = product.warp_chunks if num_tiles > 1 else 0
+        if kept * x_chunk > KEPT_X:
+            kept = 0
+        stage = WARPS * PIECE * 2 * eights + (0 if kept else x_chunk)
+        sums = 2 * WARPS * 8 * columns * (8 * eights + 4) * 4
+        squares = WARPS * 8 * columns * 4 * product.normed
+        fixed = sums + squares + kept * x_chunk
+        loads = num_tiles * product.warp_chunks
+        allocated = min(MAX_STAGES, max(1, loads), (smem_limit - fixed) // stage)
+        stages = max(2, loads + 1) if loads <= allocated else allocated
         in_flight = min(IN_FLIGHT, (stages - 1) * stage)
-        return cls(row_tiles, column_tiles, stages, in_flight, stages * stage + sums)
+        return cls(eights, columns, stages, kept, in_flight, fixed + allocated * stage)
 
 
 @dataclass(frozen=True)
@@ -71,29 +104,31 @@ class Plan:
 
     tiles: Tiles
     grid: int
-    block_rows: int  # outputs of a block
-    tile_rows: int  # outputs of a tile
+    block_units: int  # of each block
+    larger_blocks: int  # the first ones, which have one unit more
+    tile_rows: int  # of W
 
 
 def skinny_gemm(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    norm_eps: float | None = None,
     gated: bool = False,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract. Raises ValueError for what the kernel cannot do on a CUDA device."""
     if not x.is_cuda:
-        return reference(x, w, bias, residual, out, gated=gated, norm_weight=norm_weight, eps=eps)
-    check(x, w, residual, norm_weight is not None)
+        return fused_product.reference(
+            x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual
+        )
+    check(x, w, bias, out, gated, residual)
     if out is None:
-        width = w.shape[0] // 2 if gated else w.shape[0]
-        out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    launch(x, w, bias, residual, out, gated, norm_weight, eps)
+        outputs = w.shape[0] // 2 if gated else w.shape[0]
+        out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    launch(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
     return out
 
 
@@ -101,15 +136,16 @@ def launch(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
     out: Tensor,
-    gated: bool,
-    norm_weight: Tensor | None,
-    eps: float,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
 ) -> None:
-    (m, k), n = x.shape, out.shape[1]
-    normed = norm_weight is not None
-    kernel, plan = prepare(column_tiles_for(m), n, x.dtype, gated, normed, x.device.index)
+    """The kernel, for tensors within the contract."""
+    m, k = x.shape
+    product = Product(column_tiles_for(m), w.shape[0], k, gated, norm_eps is not None)
+    kernel, plan = prepare(product, x.dtype, x.device.index)
     kernel(
         (plan.grid,),
         (32 * WARPS,),
@@ -119,42 +155,17 @@ def launch(
             w.data_ptr(),
             bias.data_ptr() if bias is not None else 0,
             residual.data_ptr() if residual is not None else 0,
-            norm_weight.data_ptr() if norm_weight is not None else 0,
             np.int32(m),
-            np.int32(n),
             np.int32(k),
             np.int32(x.stride(0)),
             np.int32(out.stride(0)),
             np.int32(residual.stride(0) if residual is not None else 0),
-            np.int32(plan.block_rows),
+            np.int32(plan.block_units),
+            np.int32(plan.larger_blocks),
             np.int32(plan.tile_rows),
-            np.float32(eps),
+            np.float32(norm_eps or 0.0),
         ),
     )
-
-
-def reference(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    *,
-    gated: bool = False,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """The definition in float32, rounded once."""
-    wide = x.float()
-    if norm_weight is not None:
-        wide = F.rms_norm(wide, wide.shape[-1:], norm_weight.float(), eps)
-    y = F.linear(wide, w.float(), bias.float() if bias is not None else None)
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up
-    if residual is not None:
-        y = y + residual.float()
-    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -173,13 +184,21 @@ def is_aligned(matrix: Tensor) -> bool:
 
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the kernel can multiply [m, k] by [n, k] transposed."""
-    return 1 <= m <= MAX_ROWS and n >= 1 and k % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
+    fits = 1 <= m <= MAX_ROWS and n >= 1 and k >= 8 and k % 8 == 0
+    return fits and dtype in (torch.bfloat16, torch.float16)
 
 
-def check(x: Tensor, w: Tensor, residual: Tensor | None, normed: bool) -> None:
+def check(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    gated: bool,
+    residual: Tensor | None,
+) -> None:
     """Raises ValueError with a remedy for tensors outside the contract."""
-    m, k = x.shape
-    if not supports(m, w.shape[0], k, x.dtype):
+    (m, k), n = x.shape, w.shape[0]
+    if not supports(m, n, k, x.dtype):
         raise ValueError(
             f"skinny_gemm: x is {tuple(x.shape)} {x.dtype}; it takes 1 to {MAX_ROWS} rows of a "
             "multiple of 8 bfloat16 or float16 numbers. Use torch's linear for others"
@@ -191,12 +210,25 @@ def check(x: Tensor, w: Tensor, residual: Tensor | None, normed: bool) -> None:
         )
     if not (is_aligned(x) and is_aligned(w)):
         raise ValueError("skinny_gemm: rows of x and w must start at multiples of 16 bytes")
-    if residual is not None and residual.stride(1) != 1:
-        raise ValueError("skinny_gemm: rows of the residual must be contiguous")
-    if normed and x.dtype != torch.bfloat16:
+    if gated and not fused_product.can_interleave(n):
         raise ValueError(
-            "skinny_gemm: normalising needs bfloat16; call rms_norm before for float16"
+            f"skinny_gemm: w has {n} rows; gate and up interleaved are a multiple of 16. Gate the "
+            "product of [gate; up] by act_and_mul instead"
         )
+    if bias is not None and (
+        bias.shape != (n,) or bias.dtype != x.dtype or not bias.is_contiguous()
+    ):
+        raise ValueError(
+            f"skinny_gemm: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous "
+            f"[{n}] of {x.dtype}"
+        )
+    shape = (m, n // 2 if gated else n)
+    for name, y in (("residual", residual), ("out", out)):
+        if y is not None and (y.shape != shape or y.dtype != x.dtype or y.stride(1) != 1):
+            raise ValueError(
+                f"skinny_gemm: {name} is {tuple(y.shape)} {y.dtype}, strides {y.stride()}; it must be "
+                f"{list(shape)} of {x.dtype} with contiguous rows"
+            )
 
 
 def column_tiles_for(m: int) -> int:
@@ -205,85 +237,110 @@ def column_tiles_for(m: int) -> int:
 
 
 @cache
-def prepare(
-    column_tiles: int, n: int, dtype: torch.dtype, gated: bool, normed: bool, device: int | None
-) -> tuple[jit.Kernel, Plan]:
+def prepare(product: Product, dtype: torch.dtype, device: int | None) -> tuple[jit.Kernel, Plan]:
     """The loaded kernel and its plan on a device."""
     num_sms, smem_limit = device_limits(device)
-    plan = make_plan(column_tiles, n, gated, normed, num_sms, smem_limit)
+    plan = make_plan(product, num_sms, smem_limit)
     if plan is None:
         raise ValueError(
-            f"skinny_gemm: {8 * column_tiles} rows do not fit into this device's {smem_limit} bytes of "
-            "shared memory for a block; split them, or use torch's linear"
+            f"skinny_gemm: {8 * product.column_tiles} rows do not fit into this device's {smem_limit} "
+            "bytes of shared memory for a block; split them, or use torch's linear"
         )
-    spec = variant(plan.tiles, dtype, gated, normed)
+    spec = variant(product, plan.tiles, dtype)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes), plan
 
 
-def make_plan(
-    column_tiles: int, n: int, gated: bool, normed: bool, num_sms: int, smem_limit: int
-) -> Plan | None:
-    """Every SM gets one block and as many outputs as the others, in tiles as large as memory allows.
+def make_plan(product: Product, num_sms: int, smem_limit: int) -> Plan | None:
+    """Every SM gets one block and as many rows of W as the others, in tiles as large as memory allows.
 
     Larger tiles read x less often; more stages keep more of W on its way. None if shared memory is too
     small for so many rows of x.
     """
-    step = 8 if gated else 16
-    block_rows = -(-n // num_sms)
-    best: Plan | None = None
-    best_in_flight = -1
-    for limit in ROW_TILES:
-        num_tiles = -(-block_rows // (limit * step))
-        tile_rows = -(-block_rows // num_tiles)
-        tiles = Tiles.fit(-(-tile_rows // step), column_tiles, normed, smem_limit)
-        if tiles.stages >= 2 and tiles.in_flight > best_in_flight:
-            best_in_flight = tiles.in_flight
-            best = Plan(tiles, -(-n // block_rows), block_rows, tile_rows)
-    return best
+    units = product.n // product.unit
+    grid = min(units, num_sms)
+    block_units, larger_blocks = divmod(units, grid)
+    block_rows = product.unit * (block_units + (larger_blocks > 0))
+    limits = [smem_limit]
+    if 2 * product.k * block_rows <= SMALL_BLOCK and smem_limit >= SMEM_LIMITS["sm_90a"]:
+        limits.insert(0, HALF_SMEM)
+    for limit in limits:
+        best: Plan | None = None
+        for row_tiles in ROW_TILES:
+            tile_rows = even_height(block_rows, 16 * row_tiles, product.unit)
+            tiles = Tiles.fit(product, tile_rows, -(-block_rows // tile_rows), limit)
+            if tiles.stages >= 2 and (best is None or tiles.in_flight > best.tiles.in_flight):
+                best = Plan(tiles, grid, block_units, larger_blocks, tile_rows)
+        if best is not None:
+            return best
+    return None
 
 
-def variant(tiles: Tiles, dtype: torch.dtype, gated: bool, normed: bool) -> jit.VariantSpec:
+def even_height(rows: int, limit: int, unit: int) -> int:
+    """The least height, in whole units, of tiles for `rows` that are as few as `limit` allows."""
+    num_tiles = -(-rows // limit)
+    return -(-rows // (num_tiles * unit)) * unit
+
+
+def variant(product: Product, tiles: Tiles, dtype: torch.dtype) -> jit.VariantSpec:
     defines: dict[str, int] = {
         jit.scalar_define(dtype): 1,
-        "ROW_TILES": tiles.row_tiles,
+        "EIGHTS": tiles.eights,
         "COLUMN_TILES": tiles.column_tiles,
         "STAGES": tiles.stages,
+        "X_CHUNKS": tiles.x_chunks,
     }
-    if gated:
+    if product.gated:
         defines["GATED"] = 1
-    if normed:
+    if product.normed:
         defines["NORMED"] = 1
     return jit.VariantSpec("skinny_gemm.cu", "skinny_gemm", defines, tiles.smem_bytes)
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
-    """The products of a decoder. Normed and gated ones are left out: on an H200 a separate norm and a
-    separate gate cost less than they add here (docs/performance.md)."""
+    """The products of a decoder, of which one is compiled for each way to cut it up that a card may need."""
     if config.dtype not in (torch.bfloat16, torch.float16):
         return []
-    heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
-    qkv, gate_up = (heads + 2 * kv_heads) * config.head_dim, 2 * config.intermediate_size
-    products = [(n, False, False) for n in (qkv, hidden, gate_up, config.vocab_size)]
     variants: list[jit.VariantSpec] = []
-    for column_tiles in sorted({column_tiles_for(m + 1) for m in range(DISPATCH_ROWS)}):
-        for n, gated, normed in products:
-            for tiles in possible_tiles(config.arch, column_tiles, n, gated, normed):
-                spec = variant(tiles, config.dtype, gated, normed)
-                if spec not in variants:
-                    variants.append(spec)
+    for product in decoder_products(config):
+        if not supports(1, product.n, product.k, config.dtype):
+            continue
+        for tiles in possible_tiles(config.arch, product):
+            spec = variant(product, tiles, config.dtype)
+            if spec not in variants:
+                variants.append(spec)
     return variants
 
 
-def possible_tiles(
-    arch: str | None, column_tiles: int, n: int, gated: bool, normed: bool
-) -> list[Tiles]:
+def decoder_products(config: jit.KernelConfig) -> list[Product]:
+    """Those of up to DISPATCH_ROWS rows."""
+    hidden, inner, attention = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads * config.head_dim,
+    )
+    qkv = attention + 2 * config.num_kv_heads * config.head_dim
+    gated = fused_product.can_interleave(2 * inner)
+    return [
+        product
+        for columns in sorted({column_tiles_for(m + 1) for m in range(DISPATCH_ROWS)})
+        for product in (
+            Product(columns, qkv, hidden, normed=True),
+            Product(columns, hidden, attention),
+            Product(columns, 2 * inner, hidden, gated=gated, normed=True),
+            Product(columns, hidden, inner),
+            Product(columns, config.vocab_size, hidden),
+        )
+    ]
+
+
+def possible_tiles(arch: str | None, product: Product) -> list[Tiles]:
     """That of the current device; for another `arch`, those of all its cards, however many SMs they have."""
     if arch is None:
-        plan = make_plan(column_tiles, n, gated, normed, *device_limits())
-        return [] if plan is None else [plan.tiles]
-    smem_limit = SMEM_LIMITS.get(arch, LEAST_SMEM_LIMIT)
-    fits = [Tiles.fit(row_tiles, column_tiles, normed, smem_limit) for row_tiles in ROW_TILES]
-    return [tiles for tiles in fits if tiles.stages >= 2]
+        plans = [make_plan(product, *device_limits())]
+    else:
+        smem_limit = SMEM_LIMITS.get(arch, LEAST_SMEM_LIMIT)
+        plans = [make_plan(product, num_sms, smem_limit) for num_sms in range(1, MAX_SMS + 1)]
+    return list(dict.fromkeys(plan.tiles for plan in plans if plan is not None))
 
 
 def device_limits(device: int | None = None) -> tuple[int, int]:

@@ -47,9 +47,7 @@ def with_residual(m: int, n: int, k: int, copies: int) -> list[Launch]:
 
 def normed(m: int, n: int, k: int, gated: bool, copies: int) -> list[Launch]:
     return [
-        partial(
-            skinny_gemm, numbers(m, k), numbers(n, k), gated=gated, norm_weight=numbers(k), eps=1e-6
-        )
+        partial(skinny_gemm, numbers(m, k), numbers(n, k), norm_eps=1e-6, gated=gated)
         for _ in range(copies)
     ]
 
@@ -75,6 +73,8 @@ def bench_cases() -> list[Case]:
                 fused = partial(with_residual, m, n, k)
                 cases.append(Case(f"skinny_gemm {name} M={m} + residual", fused, traffic))
             if name.endswith(("qkv", "gate_up")):
-                fused = partial(normed, m, n, k, name.endswith("gate_up"))
-                cases.append(Case(f"skinny_gemm {name} M={m} normed, gated", fused, traffic))
+                is_gated = name.endswith("gate_up")
+                what = "normed, gated" if is_gated else "normed"
+                fused = partial(normed, m, n, k, is_gated)
+                cases.append(Case(f"skinny_gemm {name} M={m} {what}", fused, traffic))
     return cases

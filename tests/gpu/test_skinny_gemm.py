@@ -1,12 +1,14 @@
 """The few-row product against float32, and bit for bit against itself at other batch sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops import fused_product, jit
 from engine.ops import skinny_gemm as op
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -18,6 +20,27 @@ SHAPES = [
     (4608, 3584), (3584, 3584), (3584, 18944), (37888, 3584),
     (1, 8), (7, 72), (100, 200), (133, 1000), (4097, 520), (264, 64), (20000, 104),
 ]  # fmt: skip
+# rows of x, rows of W, columns, dtype, options
+FusedCase = tuple[tuple[int, ...], int, int, torch.dtype, str]
+# As a decoder launches them, and all together
+OPTIONS = ["", "normed", "bias normed", "residual", "bias residual", "normed gated", "bias normed gated",
+           "gated", "bias normed gated residual"]  # fmt: skip
+FUSED_CASES: list[FusedCase] = [
+    *[((1, 2, 5, 8), n, k, BF16, options)
+      for n, k in [(1152, 896), (9728, 896), (896, 4864), (37888, 3584), (7760, 2056), (48, 72)]
+      for options in OPTIONS],
+    *[((1, 7, 13, 30), n, k, FP16, options)
+      for n, k in [(1152, 896), (9728, 896), (48, 72)]
+      for options in OPTIONS],
+    # Around those that divide evenly among the blocks of an H200, and into tiles
+    *[((3,), n, 584, BF16, options)
+      for n in (1, 2, 131, 132, 133, 1055, 1056, 1057, 4223, 4224, 4225)
+      for options in ("", "bias normed residual")],
+    *[((4,), 16 * groups, k, BF16, "bias normed gated")
+      for groups in (1, 2, 131, 132, 133, 395, 396, 397, 660)
+      for k in (8, 896, 2048, 3584)],
+]  # fmt: skip
+EPS = 1e-6
 
 
 def numbers(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -50,72 +73,111 @@ def test_plain(m: int, n: int, k: int) -> None:
     assert_close(out, x.float() @ w.float().T, limit(BF16))
 
 
-@pytest.mark.parametrize("m", [1, 5, 16, 30])
-@pytest.mark.parametrize(("n", "k"), [(896, 896), (3584, 3584), (133, 1000)])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_bias_and_residual_in_place(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    x, w = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype, scale=k**-0.5)
-    bias, hidden = numbers(n, dtype=dtype), numbers(m, n, dtype=dtype)
-    want = x.float() @ w.float().T + bias.float() + hidden.float()
-    op.skinny_gemm(x, w, bias, residual=hidden, out=hidden)
-    assert_close(hidden, want, limit(dtype))
-
-
-@pytest.mark.parametrize("m", [1, 4, 8, 13])
-@pytest.mark.parametrize(("n", "k"), [(4864, 896), (18944, 3584), (1536, 576), (29, 136)])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_gated(m: int, n: int, k: int, normed: bool, with_bias: bool) -> None:
-    x, w = numbers(m, k), numbers(2 * n, k, scale=k**-0.5)
-    bias = numbers(2 * n) if with_bias else None
-    norm_weight = (1 + numbers(k, scale=0.2)).to(BF16) if normed else None
-    got = op.skinny_gemm(x, w, bias, gated=True, norm_weight=norm_weight, eps=1e-6)
-    want = op.reference(
+def reference(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_eps: float | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """`fused_product.reference`, not rounded."""
+    return fused_product.reference(
         x.float(),
         w.float(),
         None if bias is None else bias.float(),
-        gated=True,
-        norm_weight=None if norm_weight is None else norm_weight.float(),
-        eps=1e-6,
+        norm_eps=norm_eps,
+        gated=gated,
+        residual=None if residual is None else residual.float(),
     )
-    # normalised: inputs are rounded once, before the product, which adds noise to small results
-    assert_close(got, want, 4 * limit(BF16) if normed else limit(BF16))
+
+
+def assert_fused(m: int, n: int, k: int, dtype: torch.dtype, options: str) -> None:
+    """Rows of x of very different sizes if they are normed; out is the residual, if there is one."""
+    gated, norm_eps = "gated" in options, EPS if "normed" in options else None
+    outputs = n // 2 if gated else n
+    size = torch.logspace(-2, 2, m, device="cuda")[:, None] if norm_eps is not None else 1.0
+    x = (numbers(m, k).float() * size).to(dtype)
+    w = numbers(n, k, dtype=dtype, scale=k**-0.5)
+    bias = numbers(n, dtype=dtype) if "bias" in options else None
+    hidden = numbers(m, outputs, dtype=dtype) if "residual" in options else None
+    want = reference(x, w, bias, hidden, norm_eps, gated)
+    out = torch.full((m, outputs), NAN, dtype=dtype, device="cuda") if hidden is None else hidden
+    got = op.skinny_gemm(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=hidden)
+    assert got is out
+    assert_close(got, want, limit(dtype))
+
+
+def specs_of(cases: list[FusedCase]) -> Iterator[jit.VariantSpec]:
+    for rows, n, k, dtype, options in cases:
+        for columns in {op.column_tiles_for(m) for m in rows}:
+            product = op.Product(columns, n, k, "gated" in options, "normed" in options)
+            plan = op.make_plan(product, *op.device_limits())
+            assert plan is not None
+            yield op.variant(product, plan.tiles, dtype)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """All variants of FUSED_CASES, by several processes."""
+    jit.prebuild(list(specs_of(FUSED_CASES)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "dtype", "options"), FUSED_CASES, ids=lambda v: str(v).replace(" ", "-")
+)
+@pytest.mark.usefixtures("compiled")
+def test_fused(rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, options: str) -> None:
+    for m in rows:
+        assert_fused(m, n, k, dtype, options)
 
 
 @pytest.mark.parametrize("m", [1, 8, 15])
-def test_normed_inputs_of_any_size(m: int) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_normed_inputs_of_any_size(m: int, dtype: torch.dtype) -> None:
     n, k = 1152, 896
     size = torch.logspace(-3, 3, m, device="cuda")[:, None]
-    x, w = (numbers(m, k).float() * size).to(BF16), numbers(n, k, scale=k**-0.5)
-    norm_weight, bias = numbers(k), numbers(n)
-    got = op.skinny_gemm(x, w, bias, norm_weight=norm_weight, eps=1e-6)
-    normed = F.rms_norm(x.float(), (k,), norm_weight.float(), 1e-6)
-    assert_close(got, normed @ w.float().T + bias.float(), 4 * limit(BF16))
+    x = (numbers(m, k).float() * size).to(dtype)
+    w, norm_weight, bias = numbers(n, k, scale=k**-0.5), numbers(k), numbers(n, dtype=dtype)
+    folded = fused_product.fold_norm(w.to(dtype), norm_weight.to(dtype))
+    got = op.skinny_gemm(x, folded, bias, norm_eps=EPS)
+    normed = F.rms_norm(x.float(), (k,), None, EPS)
+    assert_close(got, normed @ folded.float().T + bias.float(), limit(dtype))
 
 
-@pytest.mark.parametrize(("n", "k"), [(896, 4864), (4608, 3584), (133, 1000)])
+def test_the_largest_numbers_of_float16_are_normed() -> None:
+    x = torch.full((2, 896), 60000.0, dtype=FP16, device="cuda")
+    w = numbers(64, 896, dtype=FP16, scale=1 / 30)
+    got = op.skinny_gemm(x, w, norm_eps=EPS)
+    assert_close(got, w.float().sum(1).expand(2, -1), limit(FP16))
+
+
+@pytest.mark.parametrize(("n", "k"), [(896, 4864), (4608, 3584), (144, 1000), (9728, 896)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_row_is_the_same_in_every_batch(n: int, k: int, fused: bool) -> None:
-    x, w = numbers(32, k), numbers(2 * n if fused else n, k, scale=k**-0.5)
-    norm_weight = numbers(k) if fused else None
+    x, w = numbers(32, k), numbers(n, k, scale=k**-0.5)
+    residual = numbers(32, n // 2) if fused else None
 
-    def product(rows: Tensor) -> Tensor:
-        return op.skinny_gemm(rows, w, gated=fused, norm_weight=norm_weight, eps=1e-6)
+    def product(rows: slice) -> Tensor:
+        added = None if residual is None else residual[rows]
+        return op.skinny_gemm(
+            x[rows], w, gated=fused, norm_eps=EPS if fused else None, residual=added
+        )
 
-    want = product(x)
+    want = product(slice(0, 32))
     for m in range(1, 32):
         start = 7 * m % (33 - m)
-        got = product(x[start : start + m])
-        same = (got == want[start : start + m]).all(1)
+        rows = slice(start, start + m)
+        same = (product(rows) == want[rows]).all(1)
         assert same.all(), f"M = {m}: rows {(~same).nonzero().flatten().tolist()} differ"
 
 
 def test_other_rows_and_their_nan_do_not_matter() -> None:
     w = numbers(896, 896, scale=1 / 30)
     x = numbers(5, 896)
-    want = op.skinny_gemm(x, w)
+    want = op.skinny_gemm(x, w, norm_eps=EPS)
     x[[0, 2, 4]] = NAN
-    got = op.skinny_gemm(x, w)
+    got = op.skinny_gemm(x, w, norm_eps=EPS)
     assert torch.equal(got[[1, 3]], want[[1, 3]])
     assert got[[0, 2, 4]].isnan().all()
 
@@ -129,16 +191,60 @@ def test_strided_rows() -> None:
     assert out[:, 256:].isnan().all()
 
 
-def test_a_graph_sees_new_data_at_replay(
+@pytest.mark.parametrize("m", [1, 4, 8])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("hidden_size", "inner"), [(896, 4864), (3584, 1024)])
+def test_a_graph_of_layers_sees_new_data_at_replay(
+    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
+    m: int,
+    early: bool,
+    hidden_size: int,
+    inner: int,
+) -> None:
+    """Each product needs the one before. With and without an early start of the kernels, the same bits."""
+    hidden, start = numbers(m, hidden_size), numbers(m, hidden_size)
+    gate_up = numbers(2 * inner, hidden_size, scale=hidden_size**-0.5)
+    down = numbers(hidden_size, inner, scale=inner**-0.5)
+    bias = numbers(2 * inner)
+
+    def three_layers() -> None:
+        torch.mul(start, 1, out=hidden)  # a kernel, as in a model's graph; not a copy
+        for _ in range(3):
+            gated = op.skinny_gemm(hidden, gate_up, bias, norm_eps=EPS, gated=True)
+            op.skinny_gemm(gated, down, out=hidden, residual=hidden)
+
+    three_layers()  # loads the kernels
+    with jit.dependent_launches() if early else nullcontext():
+        replay = graph_replay(three_layers)
+    for _ in range(3):
+        start.copy_(numbers(m, hidden_size))
+        gate_up.copy_(numbers(2 * inner, hidden_size, scale=hidden_size**-0.5))
+        bias.copy_(numbers(2 * inner))
+        three_layers()
+        want = hidden.clone()
+        for _ in range(20):
+            replay()
+            differs = (hidden != want).nonzero()
+            assert len(differs) == 0, f"{len(differs)} differ, first at {differs[:5].tolist()}"
+        wide = start.float()
+        for _ in range(3):
+            gated = reference(wide, gate_up, bias, None, EPS, gated=True)
+            wide = wide + gated.to(BF16).float() @ down.float().T
+        assert_close(hidden, wide, 8 * limit(BF16))  # rounded six times, and differences grow
+
+
+def test_a_graph_in_which_every_product_reads_and_adds_to_what_the_last_one_wrote(
     graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
 ) -> None:
     x, w, hidden = numbers(4, 3584), numbers(3584, 3584, scale=1 / 60), numbers(4, 3584)
 
-    def three_layers() -> None:  # each waits for the one before
+    def three_products() -> None:
         for _ in range(3):
-            op.skinny_gemm(x, w, residual=hidden, out=hidden)
+            op.skinny_gemm(x, w, out=hidden, residual=hidden)
 
-    replay = graph_replay(three_layers)
+    three_products()
+    with jit.dependent_launches():
+        replay = graph_replay(three_products)
     for _ in range(2):
         x.copy_(numbers(4, 3584))
         w.copy_(numbers(3584, 3584, scale=1 / 60))
