@@ -84,9 +84,11 @@ class Tiling:
         return 16 * self.row_tiles * self.warps_n
 
 
-TILINGS = (  # by height
+TILINGS = (  # by height. Wide chunks mean fewer barriers, where there is little to do between them
     Tiling(1, 1, 8, 128),
+    Tiling(1, 1, 8, 256),
     Tiling(2, 1, 8, 128),
+    Tiling(2, 1, 8, 256),
     Tiling(2, 2, 4, 64),
     Tiling(3, 2, 4, 64),
     Tiling(2, 4, 2, 64),
@@ -110,7 +112,8 @@ class Plan:
     smem_bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.tile_rows}/{self.tiling.rows} rows x {self.cluster} blocks, {self.stages} stages"
+        tile = f"{self.tile_rows}/{self.tiling.rows} rows x {self.cluster} blocks"
+        return f"{tile}, {self.stages} stages of {self.tiling.chunk}"
 
 
 def narrow_gemm(

@@ -19,6 +19,8 @@ HOPPER = Device(132, 227 * 1024, has_clusters=True)
 NAN = float("nan")
 EPS = 1e-5
 
+FLAT, FLAT_WIDE, LOW, LOW_WIDE, MIDDLE, HIGHER, HIGH, HIGHEST, TOWER = op.TILINGS
+
 needs_compiler = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
 
@@ -81,13 +83,14 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize(
     ("tiling", "m", "n", "k", "dtype", "clusters", "cluster", "tile_rows"),
     [
-        (op.TILINGS[0], 13, 26, 264, BF16, 2, 1, 10),
-        (op.TILINGS[1], 32, 60, 392, FP16, 1, 2, 28),
-        (op.TILINGS[2], 33, 150, 200, BF16, 1, 2, 56),
-        (op.TILINGS[3], 16, 96, 136, BF16, 1, 1, 96),
-        (op.TILINGS[4], 64, 130, 328, BF16, 2, 4, 112),
-        (op.TILINGS[5], 9, 144, 128, FP16, 1, 2, 144),
-        (op.TILINGS[6], 50, 230, 192, BF16, 1, 1, 224),
+        (FLAT, 13, 26, 264, BF16, 2, 1, 10),
+        (LOW, 32, 60, 392, FP16, 1, 2, 28),
+        (FLAT_WIDE, 20, 26, 1032, BF16, 1, 1, 10),
+        (MIDDLE, 33, 150, 200, BF16, 1, 2, 56),
+        (HIGHER, 16, 96, 136, BF16, 1, 1, 96),
+        (HIGH, 64, 130, 328, BF16, 2, 4, 112),
+        (HIGHEST, 9, 144, 128, FP16, 1, 2, 144),
+        (TOWER, 50, 230, 192, BF16, 1, 1, 224),
     ],
 )
 def test_against_the_reference(
@@ -113,17 +116,18 @@ def test_against_the_reference(
 @pytest.mark.parametrize(
     ("tiling", "m", "n", "k", "dtype", "clusters", "cluster", "tile_rows", "normed", "gated"),
     [
-        (op.TILINGS[0], 9, 26, 264, BF16, 1, 1, 10, True, False),
-        (op.TILINGS[1], 17, 60, 648, FP16, 1, 2, 28, True, False),
-        (op.TILINGS[2], 33, 150, 200, BF16, 1, 2, 56, True, False),
-        (op.TILINGS[6], 16, 230, 192, BF16, 1, 1, 224, True, False),
-        (op.TILINGS[0], 13, 64, 264, FP16, 2, 1, 16, True, True),
-        (op.TILINGS[1], 32, 96, 392, BF16, 1, 2, 32, True, True),
-        (op.TILINGS[2], 15, 208, 200, BF16, 1, 4, 48, True, True),
-        (op.TILINGS[3], 31, 176, 136, BF16, 1, 1, 96, True, True),
-        (op.TILINGS[4], 64, 256, 328, FP16, 1, 2, 112, True, True),
-        (op.TILINGS[5], 1, 192, 8, BF16, 1, 1, 192, True, True),
-        (op.TILINGS[1], 10, 64, 136, BF16, 1, 1, 32, False, True),
+        (FLAT, 9, 26, 264, BF16, 1, 1, 10, True, False),
+        (LOW, 17, 60, 648, FP16, 1, 2, 28, True, False),
+        (MIDDLE, 33, 150, 200, BF16, 1, 2, 56, True, False),
+        (TOWER, 16, 230, 192, BF16, 1, 1, 224, True, False),
+        (FLAT, 13, 64, 264, FP16, 2, 1, 16, True, True),
+        (LOW, 32, 96, 392, BF16, 1, 2, 32, True, True),
+        (MIDDLE, 15, 208, 200, BF16, 1, 4, 48, True, True),
+        (HIGHER, 31, 176, 136, BF16, 1, 1, 96, True, True),
+        (HIGH, 64, 256, 328, FP16, 1, 2, 112, True, True),
+        (HIGHEST, 1, 192, 8, BF16, 1, 1, 192, True, True),
+        (LOW, 10, 64, 136, BF16, 1, 1, 32, False, True),
+        (LOW_WIDE, 12, 60, 1288, BF16, 1, 2, 28, True, False),
     ],
 )
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -155,7 +159,7 @@ def test_with_what_surrounds_it(
 @needs_compiler
 def test_a_residual_that_is_not_the_result() -> None:
     given = Inputs(20, 60, 648, FP16)
-    plan, before = plan_of(op.TILINGS[1], 20, 1, 2, 28), given.residual.clone()
+    plan, before = plan_of(LOW, 20, 1, 2, 28), given.residual.clone()
     op.launch(given.x, given.w, None, given.out, plan, EPS, given.residual)
     want = fused_product.reference(given.x.float(), given.w, norm_eps=EPS, residual=given.residual)
     assert_close(given.out, want)
@@ -165,7 +169,7 @@ def test_a_residual_that_is_not_the_result() -> None:
 @needs_compiler
 def test_nan_of_other_rows_stays_there() -> None:
     given = Inputs(20, 64, 392, BF16, gated=True)
-    plan = plan_of(op.TILINGS[1], 20, 1, 2, 32, gated=True)
+    plan = plan_of(LOW, 20, 1, 2, 32, gated=True)
     want = torch.empty(20, 32, dtype=BF16)
     op.launch(given.x, given.w, None, want, plan, EPS)
     given.x[[0, 9, 17]] = NAN
