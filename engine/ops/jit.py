@@ -32,7 +32,6 @@ Defines = Mapping[str, str | int | float]
 
 ALL_ARCHS = ("sm_80", "sm_89", "sm_90a")  # what continuous integration compiles for
 SCALARS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-DEFAULT_SMEM_BYTES = 48 * 1024  # dynamic shared memory that a kernel gets without asking
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,8 @@ class Kernel:
         torch.cuda.init()  # torch's context must be there first; CuPy then uses the same
         with torch.cuda.device(device), cupy.cuda.Device(device):
             raw = cupy.RawModule(path=str(path)).get_function(self.name)
-            if self.smem_bytes > DEFAULT_SMEM_BYTES // 2:  # the default counts static memory too
+            # CuPy gives kernels of one file the same function: its limit may have been raised further
+            if self.smem_bytes > raw.max_dynamic_shared_size_bytes:
                 raw.max_dynamic_shared_size_bytes = self.smem_bytes
             self._functions[device] = raw.kernel
         return self._functions[device]

@@ -134,6 +134,10 @@ def test_more_shared_memory_than_by_default() -> None:
     small = jit.kernel("jit_test.cu", "through_shared")
     small((1,), (256,), (y.zero_().data_ptr(), np.int32(100)), smem_bytes=400)
     assert y.item() == 4950
+    less = jit.kernel("jit_test.cu", "through_shared", smem_bytes=2 * n)  # the same function
+    less((1,), (256,), (y.zero_().data_ptr(), np.int32(100)))
+    kernel((1,), (256,), (y.zero_().data_ptr(), np.int32(n)))
+    assert y.item() == pytest.approx(n * (n - 1) / 2, rel=1e-5)
 
 
 def test_another_process_start_finds_the_cubin() -> None:
