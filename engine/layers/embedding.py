@@ -1,6 +1,5 @@
 """Token embedding and output head."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops.linear import linear, pack_weight
@@ -8,7 +7,7 @@ from engine.weights.slots import Slot, Source
 
 
 class Embedding:
-    """Token id -> row of the table [vocab_size, hidden_size]."""
+    """A row of the table [vocab_size, hidden_size] for each token id; ops.embed_tokens reads it."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int) -> None:
         self.name = name
@@ -20,11 +19,6 @@ class Embedding:
 
     def take(self, tensors: list[Tensor]) -> None:
         (self.table,) = tensors
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size], a fresh tensor."""
-        assert self.table is not None, f"{self.name} has no weights yet"
-        return F.embedding(token_ids, self.table)
 
 
 class OutputHead:

@@ -94,9 +94,9 @@ class Rotary:
         kept = torch.float32 if device.type == "cuda" else dtype
         self.table = table.to(device, kept)  # [max_model_len, head_dim]: cos, then sin
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> cos and sin, laid out as ops.rope_and_cache wants them on this device."""
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, -1)
-        if self.table.is_cuda:
+    def of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [T, head_dim] of the table -> cos and sin, as ops.rope_and_cache wants them on this device."""
+        cos, sin = rows.unsqueeze(1).chunk(2, -1)
+        if rows.is_cuda:
             return cos, sin
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -28,6 +28,7 @@ from engine.layers.rope_config import RopeConfig
 from engine.layers.rotary import Rotary
 from engine.models import ARCHITECTURES
 from engine.models.config import ModelConfig
+from engine.ops.embed_tokens import embed_tokens
 from engine.ops.rope_and_cache import rope_and_cache
 from engine.weights.slots import WeightedLayer
 
@@ -218,8 +219,11 @@ class Decoder:
         self, inputs: StepInputs, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor:
         """See engine/models/base.py."""
-        hidden = self.embedding(inputs.input_ids)
-        rotation = self.rotary(inputs.positions)
+        assert self.embedding.table is not None, "the embedding has no weights yet"
+        hidden, angles = embed_tokens(
+            inputs.input_ids, inputs.positions, self.embedding.table, self.rotary.table
+        )
+        rotation = self.rotary.of_rows(angles)
         *others, last = self.layers
         for layer in others:
             layer(hidden, rotation, inputs, attention)

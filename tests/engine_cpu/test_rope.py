@@ -157,7 +157,7 @@ def test_table_holds_cos_and_signed_sin_in_the_model_s_dtype() -> None:
     rope = parse({"rope_scaling": {"type": "yarn", "factor": 4.0}}, head_dim=8)
     rotary = Rotary(rope, 8, 100, torch.bfloat16, torch.device("cpu"))
     positions = torch.tensor([0, 99, 7])
-    cos, sin = rotary(positions)
+    cos, sin = rotary.of_rows(rotary.table[positions])
     assert cos.shape == sin.shape == (3, 1, 8)
     assert cos.dtype == sin.dtype == torch.bfloat16
     angles = positions[:, None].float() * inverse_frequencies(rope, 8, 100)
