@@ -3,6 +3,7 @@
 //
 //   -DHEAD_DIM -DBLOCK_SIZE (a multiple of 16) -DGROUP (query heads per KV head)
 //   -DNUM_WARPS -DSTAGES -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
+//   -DFUSED_ROPE=0 | 1   1: q, k and v come as the product made them; -DROPE_FP32 (rotation.cuh)
 //
 // Bound by memory: what counts is bytes in flight. A thread block takes one work item (a row's tokens
 // begin .. end - 1) and one KV head, whose GROUP query heads are the 16 rows of a tensor core tile: more
@@ -14,12 +15,20 @@
 //
 // The warps' softmax sums meet in shared memory at the end. Of a row that is split into several items,
 // each leaves its part in global memory, and the block that finds all others' parts there merges them.
+//
+// With FUSED_ROPE the block norms and rotates its query heads itself, on their way to shared memory. The item
+// with a row's newest token, its last, does so with that token's key, too, writes key and value to the cache,
+// and puts them into their row of the tile. So nothing but qkv is read of the kernel in front, and the first
+// tiles of the cache are on their way while that one still runs.
 #include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
 #include "common/kv_tile.cuh"
 #include "common/work_item.cuh"
+#if FUSED_ROPE
+#include "common/rotation.cuh"
+#endif
 
 constexpr int TILE = 16;
 constexpr int TILE_BYTES = TILE * KvLayout::STRIDE;
@@ -33,7 +42,14 @@ static_assert(BLOCK_SIZE % TILE == 0, "a tile must not straddle blocks of the ca
 
 constexpr bool QUERY_IN_SMEM = HEAD_DIM > 128;  // registers would not hold it beside O
 
+// Shared memory: rings of tiles, the queries' fragments if QUERY_IN_SMEM, and if FUSED_ROPE rotated queries and
+// the newest key and value as the cache has them.
+constexpr int FRAGMENTS_AT = NUM_WARPS * STAGES * STAGE_BYTES;  // [K_STEPS][32]
+constexpr int ROTATED_AT = FRAGMENTS_AT + (QUERY_IN_SMEM ? K_STEPS * 32 * 16 : 0);
+constexpr int NEWEST_AT = ROTATED_AT + 16 * QueryLayout::STRIDE;
+
 struct alignas(16) Fragment { u32 a[4]; };
+struct alignas(16) Chunk { u32 words[4]; };
 struct alignas(16) Float4 { float x, y, z, w; };
 
 #ifdef SLUICE_EMULATE
@@ -78,13 +94,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     float* __restrict__ part_o,          // [parts, num_heads, HEAD_DIM]
     float* __restrict__ part_lse,        // [parts, num_heads]
     u32* __restrict__ arrivals,          // [splits, gridDim.x], zero before and after
-    const scalar_t* q,      // [rows, num_heads, HEAD_DIM], rows q_stride apart
-    const kv_t* k_cache,    // [blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
-    const kv_t* v_cache,
+    const scalar_t* q,      // [rows, num_heads or, if FUSED_ROPE, all heads of q, k and v, HEAD_DIM],
+                            // rows q_stride apart
+    kv_t* k_cache,          // [blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
+    kv_t* v_cache,
     const int* __restrict__ block_table, // [table rows, table_stride]
     const WorkItem* __restrict__ work,   // [gridDim.y or more]
     const int* __restrict__ num_work,
-    long long q_stride, int table_stride, int num_kv_heads, float scale, float cap, float v_scale)
+    long long q_stride, int table_stride, int num_kv_heads, float scale, float cap, float v_scale
+#if FUSED_ROPE
+    ,
+    const angle_t* __restrict__ cos,  // [rows, >= HEAD_DIM / 2], angle_stride elements from row to row
+    const angle_t* __restrict__ sin,
+    const scalar_t* __restrict__ qk_norm,  // [num_heads + num_kv_heads, HEAD_DIM], or null
+    long long angle_stride, float eps, float inverse_k_scale, float inverse_v_scale
+#endif
+    )
 {
   extern __shared__ __align__(128) u8 smem[];
   const WorkItem item = work[blockIdx.y];
@@ -97,6 +122,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
 
   const int first_token = item.begin & ~(TILE - 1);
   const u32 num_visible = item.end - item.begin;
+#if FUSED_ROPE
+  const bool has_newest =
+      item.end > item.begin && (item.part < 0 || item.part == item.first_part + item.num_parts - 1);
+  const u32 num_cached = num_visible - has_newest;
+#else
+  const u32 num_cached = num_visible;
+#endif
   const int num_tiles = (item.end - first_token + TILE - 1) / TILE;
   const int my_tiles = (num_tiles - warp + NUM_WARPS - 1) / NUM_WARPS;
 
@@ -125,18 +157,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
       for (int j = 0; j < (CHUNKS + 31) / 32; j++) {
         const int i = j * 32 + lane, row = i / KvLayout::CHUNKS;
         if (CHUNKS % 32 == 0 || i < CHUNKS) {
-          // hidden tokens become zeros, whatever lies there: a weight of zero times NaN would be NaN
-          const bool visible = (u32)(token + row - item.begin) < num_visible;
+          // others become zeros, whatever lies there: a weight of zero times NaN would be NaN
+          const bool wanted = (u32)(token + row - item.begin) < num_cached;
           const u32 offset = KvLayout::offset(row, i % KvLayout::CHUNKS);
-          copy_async_16(to + offset, keys + i * 16, visible);
-          copy_async_16(to + TILE_BYTES + offset, values + i * 16, visible);
+          copy_async_16(to + offset, keys + i * 16, wanted);
+          copy_async_16(to + TILE_BYTES + offset, values + i * 16, wanted);
         }
       }
     }
     copy_async_commit();
   };
-  // Plans and block tables are older than the kernel before this one, which wrote q and the newest token,
-  // which can only be an item's last.
+
+  // Plans, block tables and angles are older than the kernel before this one.
+#if FUSED_ROPE
+  const int head_lane = threadIdx.x % HEAD_LANES, element = head_lane * 8;  // of a head, as in rotation.cuh
+  Angles angles = {};
+  if (head_lane < BUSY_LANES) angles = load_angles(cos, sin, item.row * angle_stride + element);
+  const int newest = item.end - 1;
+  const long long newest_block = has_newest ? table_row[newest / BLOCK_SIZE] : 0;
+  #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) load_tile(i);
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  // The block's heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
+  const int num_new = heads + (has_newest ? 2 : 0);
+  for (int first = warp * 32; first < num_new * HEAD_LANES; first += THREADS) {
+    const int i = (first + lane) / HEAD_LANES;
+    const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == heads + 1;
+    const int head = i < heads ? first_head + i : num_heads + (i - heads) * num_kv_heads + kv_head;
+    HeadPart x = {};
+    if (active) x = load_head(q + item.row * q_stride + head * HEAD_DIM + element);
+    if (qk_norm != nullptr)
+      norm_head(x, active && !is_value ? qk_norm + head * HEAD_DIM + element : nullptr, eps);
+    if (!is_value) rotate(x, angles);
+    if (active && i < heads) {
+      u8* rows = smem + ROTATED_AT;
+      store8((scalar_t*)(rows + QueryLayout::offset(i, element / 8)), x.a);
+      store8((scalar_t*)(rows + QueryLayout::offset(i, (element + HALF) / 8)), x.b);
+    } else if (active) {
+      const float inverse_scale = is_value ? inverse_v_scale : inverse_k_scale;
+      store_kv((kv_t*)(smem + NEWEST_AT) + (i - heads) * HEAD_DIM + element, x, inverse_scale);
+      const long long start =
+          ((newest_block * num_kv_heads + kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
+      if (blockIdx.x % ROW_BLOCKS == 0) store_kv((is_value ? v_cache : k_cache) + start, x, inverse_scale);
+    }
+  }
+  __syncthreads();
+#else
+  // ... which wrote q and the newest token, which can only be an item's last.
   bool has_waited = false;
   #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
@@ -148,17 +217,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
   }
   if (!has_waited) grid_dependency_wait();
   grid_dependency_launch();
+#endif
 
   auto load_query = [&](int k, u32 (&a)[4]) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int row = g + i % 2 * 8;
-      const scalar_t* from = q + item.row * q_stride + (first_head + row) * HEAD_DIM + query_column(k, t, i / 2);
+      const int row = g + i % 2 * 8, column = query_column(k, t, i / 2);
+#if FUSED_ROPE
+      const u8* from = smem + ROTATED_AT + QueryLayout::offset(row, column / 8) + column % 8 * 2;
+#else
+      const scalar_t* from = q + item.row * q_stride + (first_head + row) * HEAD_DIM + column;
+#endif
       a[i] = row < heads ? query_operand(*(const u32*)from) : 0u;
     }
   };
   u32 query[QUERY_IN_SMEM ? 1 : K_STEPS][4];  // fragments by k step, the same in every warp
-  Fragment* shared_query = (Fragment*)(smem + NUM_WARPS * STAGES * STAGE_BYTES);  // [K_STEPS][32]
+  Fragment* shared_query = (Fragment*)(smem + FRAGMENTS_AT);
   if (QUERY_IN_SMEM) {
     for (int k = warp; k < K_STEPS; k += NUM_WARPS) load_query(k, shared_query[k * 32 + lane].a);
     __syncthreads();
@@ -180,6 +254,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     __syncwarp();
     load_tile(i + STAGES - 1);
     const smem_t keys = ring + i % STAGES * STAGE_BYTES + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
+#if FUSED_ROPE
+    if (has_newest && warp + i * NUM_WARPS == num_tiles - 1) {
+      u8* tile = smem + (warp * STAGES + i % STAGES) * STAGE_BYTES;
+      const Chunk* from = (const Chunk*)(smem + NEWEST_AT);
+      for (int j = lane; j < 2 * KvLayout::CHUNKS; j += 32) {
+        const u32 offset = KvLayout::offset(newest % TILE, j % KvLayout::CHUNKS);
+        *(Chunk*)(tile + j / KvLayout::CHUNKS * TILE_BYTES + offset) = from[j];
+      }
+      __syncwarp();
+    }
+#endif
 
     float s[2][4] = {};
     #pragma unroll

@@ -1,7 +1,6 @@
 // Tiles of the KV cache in shared memory, and the tensor core operands made of them.
 //
-//   -DHEAD_DIM=64 | 80 | 96 | 128 | 256 ...   a multiple of 16
-//   -DKV_E4M3=1 or -DKV_E5M2=1                the cache holds 8-bit floats; else it holds scalar_t
+//   -DHEAD_DIM=64 | 80 | 96 | 128 | 256 ...   a multiple of 16   and of kv_type.cuh: -DKV_...
 //
 // A tile is rows of one token each. Row r, 16-byte chunk c lies where no two of eight consecutive rows
 // share banks: chunks are exchanged by c ^ (r & 7) if a row is a multiple of 128 bytes, and rows are an
@@ -12,15 +11,8 @@
 // group of 16 take other places: among the k of the first product, where Q follows (query_column), and
 // among the columns of the second (output_column).
 #pragma once
+#include "common/kv_type.cuh"
 #include "mma.cuh"
-
-#if defined(KV_E4M3) || defined(KV_E5M2)
-#define KV_FP8 1
-typedef u8 kv_t;
-#else
-#define KV_FP8 0
-typedef scalar_t kv_t;
-#endif
 
 // Places of 16-byte chunks in a tile whose rows have `BYTES` bytes.
 template <int BYTES> struct TileLayout {

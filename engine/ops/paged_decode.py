@@ -20,6 +20,7 @@ D is 64, 80, 96, 128, 256 or any other multiple of 16 up to 256; block_size a mu
 graph all tensors stay and their contents change, the plan's among them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,11 +30,11 @@ from torch import Tensor
 
 from engine.ops import jit
 from engine.ops.plan_decode import ITEM_FIELDS, MAX_PARTS, DecodePlan, PlanLimits
+from engine.ops.rope_and_cache import FP8_DEFINES
 
 LOG2_E = 1.4426950408889634
 TILE = 16  # tokens; query heads, too
 QUERY_IN_SMEM_ABOVE = 128  # head sizes; as in the kernel
-FP8_DEFINES = {torch.float8_e4m3fn: "KV_E4M3", torch.float8_e5m2: "KV_E5M2"}
 
 
 @dataclass(slots=True)
@@ -139,11 +140,50 @@ def launch(
     v_scale: float,
 ) -> None:
     """Raises ValueError for layouts outside the contract."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = k_cache.shape[1:3]
     check_layout(q, k_cache, v_cache, out)
+    run(
+        q,
+        q.stride(0),
+        k_cache,
+        v_cache,
+        block_table,
+        plan,
+        scratch,
+        scale,
+        out,
+        softcap,
+        k_scale,
+        v_scale,
+    )
+
+
+def run(
+    q: Tensor,
+    q_stride: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    plan: DecodePlan,
+    scratch: DecodeScratch,
+    scale: float,
+    out: Tensor,
+    softcap: float,
+    k_scale: float,
+    v_scale: float,
+    angle_dtype: torch.dtype | None = None,
+    rotation: Sequence[object] = (),
+) -> None:
+    """Either variant. `rotation`: what the one that rotates takes besides, with angles of `angle_dtype`."""
+    num_heads, head_dim = out.shape[1:]
+    num_kv_heads, block_size = k_cache.shape[1:3]
     variant = load(
-        q.dtype, k_cache.dtype, head_dim, num_heads // num_kv_heads, block_size, softcap > 0
+        out.dtype,
+        k_cache.dtype,
+        head_dim,
+        num_heads // num_kv_heads,
+        block_size,
+        softcap > 0,
+        angle_dtype,
     )
     limits = plan.limits
     assert limits.blocks_per_item == blocks_per_item(num_heads, num_kv_heads)
@@ -162,11 +202,12 @@ def launch(
             block_table.data_ptr(),
             plan.items.data_ptr(),
             plan.num_items.data_ptr(),
-            np.int64(q.stride(0)),
+            np.int64(q_stride),
             np.int32(block_table.stride(0)),
             np.int32(num_kv_heads),
             *score_scalars(scale * k_scale, softcap),
             np.float32(v_scale),
+            *rotation,
         ),
     )
 
@@ -214,7 +255,7 @@ def plan_limits(
     multiprocessor of an H200."""
     properties = torch.cuda.get_device_properties(device)
     arch = jit.device_arch(device.index)
-    shape = Shape.choose(head_dim, kv_dtype, arch)
+    shape = Shape.choose(head_dim, kv_dtype, arch, rotates=True)
     resident = properties.shared_memory_per_multiprocessor // (shape.smem_bytes + 1024)
     resident = max(1, min(resident, shape.blocks_per_sm))
     return PlanLimits(
@@ -236,12 +277,16 @@ class Shape:
     smem_bytes: int
 
     @classmethod
-    def choose(cls, head_dim: int, kv_dtype: torch.dtype, arch: str) -> "Shape":
+    def choose(
+        cls, head_dim: int, kv_dtype: torch.dtype, arch: str, rotates: bool = False
+    ) -> "Shape":
         """Bytes in flight count: some 30 KB for each multiprocessor cover the latency of any memory, and
         100 KB make up for uneven arrival on Hopper. More warps help with small tiles."""
         row_bytes = head_dim * kv_dtype.itemsize
         tile_bytes = 2 * TILE * row_stride(row_bytes)
         query_bytes = head_dim // 16 * 512 if head_dim > QUERY_IN_SMEM_ABOVE else 0
+        if rotates:  # queries, then one key and value
+            query_bytes += TILE * row_stride(2 * head_dim) + 2 * row_bytes
         if arch == "sm_90a":
             blocks = 1 if row_bytes > 256 else 2
             budget = 228 * 1024 // blocks - 1024
@@ -277,12 +322,13 @@ def load(
     group: int,
     block_size: int,
     has_softcap: bool,
+    angle_dtype: torch.dtype | None = None,
 ) -> Variant:
     """The kernel for the current device."""
     arch = jit.device_arch()
-    spec = variant(dtype, kv_dtype, head_dim, group, block_size, has_softcap, arch)
+    spec = variant(dtype, kv_dtype, head_dim, group, block_size, has_softcap, arch, angle_dtype)
     kernel = jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
-    return Variant(kernel, Shape.choose(head_dim, kv_dtype, arch).num_warps)
+    return Variant(kernel, int(spec.defines["NUM_WARPS"]))
 
 
 def variant(
@@ -293,14 +339,20 @@ def variant(
     block_size: int,
     has_softcap: bool,
     arch: str,
+    angle_dtype: torch.dtype | None = None,
 ) -> jit.VariantSpec:
-    shape = Shape.choose(head_dim, kv_dtype, arch)
+    """With `angle_dtype` the one of ops.rotated_decode, whose cos and sin have that type."""
+    rotates = angle_dtype is not None
+    shape = Shape.choose(head_dim, kv_dtype, arch, rotates)
     defines = {
         **attention_defines(dtype, kv_dtype, head_dim, group, block_size, has_softcap),
         "NUM_WARPS": shape.num_warps,
         "STAGES": shape.stages,
         "BLOCKS_PER_SM": shape.blocks_per_sm,
+        "FUSED_ROPE": int(rotates),
     }
+    if rotates:
+        defines["ROPE_FP32"] = int(angle_dtype is torch.float32)
     return jit.VariantSpec(
         "paged_decode.cu", "paged_decode", defines, shape.smem_bytes, archs=(arch,)
     )
@@ -337,10 +389,10 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     group = config.num_heads // config.num_kv_heads
     if config.head_dim % 16 or config.block_size % 16 or config.dtype is torch.float32:
         return []
+    heads = (config.dtype, config.kv_dtype, config.head_dim, group, config.block_size)
     return [
-        variant(
-            config.dtype, config.kv_dtype, config.head_dim, group, config.block_size, capped, arch
-        )
+        variant(*heads, capped, arch, angle_dtype)
         for arch in jit.ALL_ARCHS
         for capped in config.softcaps
+        for angle_dtype in (None, torch.float32)  # steps with prompt chunks, and without
     ]

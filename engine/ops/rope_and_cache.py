@@ -105,7 +105,7 @@ def scatter(cache: Tensor, slots: Tensor, values: Tensor) -> None:
 
 SOURCE, NAME = "rope_and_cache.cu", "rope_and_cache"
 MAX_THREADS = 256
-FP8_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # of the macro KV_FP8
+FP8_DEFINES = {torch.float8_e4m3fn: "KV_E4M3", torch.float8_e5m2: "KV_E5M2"}  # kv_type.cuh
 
 
 def has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
@@ -198,7 +198,7 @@ def variant(
     has_norm: bool,
     has_float32_angles: bool = True,
 ) -> jit.VariantSpec:
-    if kv_dtype != dtype and kv_dtype not in FP8_CODES:
+    if kv_dtype != dtype and kv_dtype not in FP8_DEFINES:
         raise ValueError(
             f"a KV cache of {kv_dtype} for a model in {dtype}: use {dtype}, float8_e4m3fn or float8_e5m2"
         )
@@ -208,8 +208,9 @@ def variant(
         "BLOCK_SIZE": block_size,
         "QK_NORM": int(has_norm),
         "ROPE_FP32": int(has_float32_angles),
-        "KV_FP8": FP8_CODES.get(kv_dtype, 0),
     }
+    if kv_dtype in FP8_DEFINES:
+        defines[FP8_DEFINES[kv_dtype]] = 1
     return jit.VariantSpec(SOURCE, NAME, defines)
 
 
