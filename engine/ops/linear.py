@@ -32,7 +32,7 @@ from engine.ops.activation import silu_and_mul
 from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
-MOST_FEW_ROWS = wide.COLUMNS[-1]  # more are the library's in any case
+MOST_FEW_ROWS = wide.ROWS[-1]  # more are the library's in any case
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,19 +69,13 @@ def fused_linear(
 def kernel_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
     """The kernel of ours for this product, with the signature of fused_product.reference; None: torch's
     library is faster, or the only one that takes such tensors."""
-    m, (n, k) = x.shape[0], w.shape
-    if not x.is_cuda or m > MOST_FEW_ROWS:
+    if not x.is_cuda or len(x) > MOST_FEW_ROWS:
         return None
-    if m <= skinny.DISPATCH_ROWS:
-        takes = skinny.supports(m, n, k, x.dtype) and w.is_contiguous()
-        return skinny.skinny_gemm if takes and are_aligned(x, w) else None
+    if skinny.is_chosen(x, w):
+        return skinny.skinny_gemm
     if narrow.is_chosen(x, w):
         return narrow.narrow_gemm
     return wide.wide_gemm_sm90 if wide.is_chosen(x, w) else None
-
-
-def are_aligned(x: Tensor, w: Tensor) -> bool:
-    return skinny.is_aligned(x) and skinny.is_aligned(w)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,15 +19,12 @@ from functools import cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import fused_product, jit
 
 MAX_ROWS = 32
-DISPATCH_ROWS = (
-    8  # up to here `linear_cuda` takes this kernel; beyond, the library is faster (H200)
-)
+DISPATCH_ROWS = 8  # up to here this kernel is chosen; beyond, others are faster (H200)
 WARPS = 8
 CHUNK = 64  # columns that a warp multiplies at once
 PIECE = 512  # bytes that a warp loads at once: 8 rows, half a chunk
@@ -168,13 +165,16 @@ def launch(
     )
 
 
-def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b on a CUDA device: this kernel for few rows, torch's library for more."""
-    m, k = x.shape
-    is_few = m <= DISPATCH_ROWS and supports(m, weight.shape[0], k, x.dtype)
-    if is_few and weight.is_contiguous() and is_aligned(x) and is_aligned(weight):
-        return skinny_gemm(x, weight, bias)
-    return F.linear(x, weight, bias)
+def is_chosen(x: Tensor, weight: Tensor) -> bool:
+    """Whether this kernel is the fastest for x [M, K], W [N, K] on a CUDA device."""
+    m, (n, k) = x.shape[0], weight.shape
+    return (
+        m <= DISPATCH_ROWS
+        and supports(m, n, k, x.dtype)
+        and weight.is_contiguous()
+        and is_aligned(x)
+        and is_aligned(weight)
+    )
 
 
 def is_aligned(matrix: Tensor) -> bool:
