@@ -1,60 +1,81 @@
-// y = x W^T for up to 256 rows x, bound by reading W, for Hopper: see engine/ops/wide_gemm_sm90.py.
+// y = x W^T for up to 256 rows x, with what surrounds it in a decoder, for Hopper: the contract is in
+// engine/ops/fused_product.py, how a product is cut up in engine/ops/wide_gemm_sm90.py.
 //
-// One thread fetches chunks of 64 columns of W and x through a ring of STAGES stages (TMA); 1 to 3 warpgroups
-// multiply them, rows of W as M and rows of x as N of wgmma, which thus has no idle rows:
+// A block has all rows of x and a tile of W's rows. One thread fetches chunks of 64 columns of both through a
+// ring of STAGES stages (TMA); warpgroups multiply them (wgmma; rows of x are M, rows of W are N) and keep the
+// sums in registers:
 //
-//   shared memory    W [TILE_ROWS, 64]  x [COLUMNS, 64]    STAGES times, each 128-byte swizzled
-//   warpgroup c      sums [64 HEIGHTS, COLUMNS] of rows 64 HEIGHTS c ... of the tile, in registers
+//   shared memory    x [ROWS, 64]  W [TILE, 64]     STAGES times, each 128-byte swizzled
+//   warpgroup        sums [64 HEIGHTS, WIDTH] of the tile's [ROWS, TILE]; neighbours in W first
 //
-// The blocks of a cluster take neighbouring tiles and the same chunks, so that x comes out of L2 once for
-// all of them: each block fetches its share of x's rows into the shared memory of all (multicast). A stage
-// is therefore free when the consumers of all blocks have read it, and full when the bytes are there that
-// all of them sent.
+//   TILE    +-----+-----+       GROUPS_M = 2, GROUPS_N = 2, HEIGHTS = 1
+//     x     |  0  |  1  | 64
+//   ROWS    +-----+-----+
+//           |  2  |  3  | 64
+//           +-----+-----+
+//            WIDTH WIDTH
 //
-// Work is dealt out by units: all chunks of the clusters' first tiles, then of the next ones ... Every cluster
-// takes as many units as the others, whether that ends a tile or not (stream-K, https://arxiv.org/abs/2301.03598):
+// Blocks of a cluster share x, in one of two ways:
 //
-//   tile       |     0     |     1     |     2     |
-//   cluster    |   0   |   1   |   2   |   3   | ...      tile 1 is clusters 1's and 2's
-//
-// Sums of a part of a tile go to memory. Whichever warp comes last to its 16 rows adds the parts, in order of
-// the clusters and not of their arrival, so that the same call gives the same bits.
+//   SPLIT=0   They take neighbouring tiles and the same chunks. Each fetches its share of x's rows into the
+//             shared memory of all (multicast), so that x comes out of L2 once for all of them. A stage is free
+//             when the consumers of all blocks have read it, full when what all have sent is there. With more
+//             tiles than blocks each block takes several, one after another, and loads do not stop in between.
+//   SPLIT=1   They take one tile, and each a share of its chunks: none reads all of x. In the end each leaves
+//             its sums in its shared memory and adds up a share of the tile, in order of the blocks.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
-//   -DCOLUMNS=32|64|96|128|192|256   up to so many rows of x
-//   -DCONSUMERS=n -DHEIGHTS=n        warpgroups, and 64 rows of W for each, so many times
-//   -DSTAGES=n -DCLUSTER=1|2|4
+//   -DGROUPS_M=n -DHEIGHTS=n         rows of x: 64 GROUPS_M HEIGHTS
+//   -DGROUPS_N=n -DWIDTH=n           rows of W in a tile: GROUPS_N WIDTH; a size of N in common/sm90.cuh
+//   -DTHREADS=n                      of these warpgroups, and 32 or 128 that fetch
+//   -DSTAGES=n -DCLUSTER=1|2|4 -DSPLIT=0|1
+//   -DNORMED=0|1 -DGATED=0|1 -DRESIDUAL=0|1
 #include "common/dtype.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/gate.cuh"
 #include "common/mma.cuh"
 #include "common/sm90.cuh"
+#include "common/vec.cuh"
 
-constexpr int CHUNK = 64;                              // columns of a unit
-constexpr int TILE_ROWS = 64 * HEIGHTS * CONSUMERS;    // of W, for a block
-constexpr int W_BYTES = TILE_ROWS * 128;
-constexpr int X_SHARE = COLUMNS / CLUSTER;             // rows of x that a block fetches
-constexpr int STAGE = W_BYTES + COLUMNS * 128;
-constexpr int THREADS = 128 * (1 + CONSUMERS);
-constexpr int EIGHTS = COLUMNS / 8;                    // of 8 columns of sums; a lane has 4 numbers of each
-constexpr int AT_ONCE = EIGHTS % 8 == 0 && COLUMNS * HEIGHTS <= 192 ? 8 : 4;  // of them, in adding up parts
-// Only where sums are many do registers go from the fetching warps to the others: what the others do not
-// take is left for blocks of the next kernel.
-constexpr bool MOVES_REGISTERS = CONSUMERS > 1 && COLUMNS * HEIGHTS > 128;
+constexpr int CHUNK = 64;  // columns
+constexpr int ROWS = 64 * GROUPS_M * HEIGHTS;
+constexpr int TILE = GROUPS_N * WIDTH;
+constexpr int CONSUMERS = GROUPS_M * GROUPS_N;  // warpgroups
+constexpr bool MULTICAST = CLUSTER > 1 && !SPLIT;
+constexpr int X_BYTES = ROWS * 128, W_BYTES = TILE * 128, STAGE = X_BYTES + W_BYTES;
+constexpr int X_SHARE = MULTICAST ? ROWS / CLUSTER : ROWS;  // rows that a block fetches
+
+constexpr int BLENDED = GATED ? 2 : 1;               // octets of sums for one of outputs: gate and up, or itself
+constexpr int OCTETS = WIDTH / 8;                    // of a warpgroup's sums; a lane has 4 numbers of each
+constexpr int OUT_OCTETS = OCTETS / BLENDED;
+constexpr int QUARTETS = (OUT_OCTETS + 3) / 4;       // four octets, of which each lane of a quad stores one
+constexpr int BANDS = CONSUMERS * 4 * HEIGHTS;       // 16 rows and WIDTH columns each, of one warp
+static_assert(OCTETS % BLENDED == 0, "gate and up are in one warpgroup");
 static_assert(X_SHARE % 8 == 0, "shares start where the swizzle does");
-static_assert(COLUMNS % 32 == 0 && COLUMNS * HEIGHTS <= (CONSUMERS > 2 ? 96 : 256), "the sums are in registers");
 
-typedef float Sums[HEIGHTS][COLUMNS / 2];  // by 64 rows of W; see wgmma in common/sm90.cuh
+// A ninth warp takes as many registers as a third warpgroup: of two warpgroups and a warp none has more than 168.
+// Where sums are more, a whole warpgroup fetches and gives its registers to the others.
+constexpr bool MOVES_REGISTERS = THREADS == 128 * (CONSUMERS + 1);
+// So that blocks of the next kernel find registers beside this one's.
+constexpr int BLOCKS_PER_SM = CONSUMERS <= 2 && HEIGHTS * WIDTH <= 80 ? 2 : 1;
+// Where registers are left, bias and residual are on their way during the products.
+constexpr bool EARLY = !SPLIT && HEIGHTS * WIDTH <= 64;
+
+typedef float Sums[HEIGHTS][WIDTH / 2];  // by 64 rows of x; see wgmma in common/sm90.cuh
 
 // Stages in shared memory and two barriers for each. Stages start at multiples of 1024 bytes.
 struct Ring {
+  u8* memory;
   u32 stages, barriers;
-  DEV explicit Ring(const void* raw) {
-    stages = (shared_address(raw) + 1023) & ~1023u;
+  DEV explicit Ring(u8* raw) {
+    const u32 start = shared_address(raw);
+    stages = (start + 1023) & ~1023u;
     barriers = stages + STAGES * STAGE;
+    memory = raw + (stages - start);
   }
-  DEV u32 w(u32 stage) const { return stages + stage * STAGE; }
-  DEV u32 x(u32 stage) const { return stages + stage * STAGE + W_BYTES; }
+  DEV u32 x(u32 stage) const { return stages + stage * STAGE; }
+  DEV u32 w(u32 stage) const { return stages + stage * STAGE + X_BYTES; }
   DEV u32 full(u32 stage) const { return barriers + 8 * stage; }
   DEV u32 empty(u32 stage) const { return barriers + 8 * (STAGES + stage); }
 };
@@ -67,55 +88,72 @@ struct Place {
   }
 };
 
-// Units, and who takes them. A grain of `grain` units is never divided; it divides a tile.
-struct Work {
-  int num_chunks, grain, num_grains, num_clusters;
-  DEV int first_unit(int cluster) const { return cluster * num_grains / num_clusters * grain; }
-  DEV int cluster_of(int unit) const { return ((unit / grain + 1) * num_clusters - 1) / num_grains; }
+// What a block does: the same columns of several tiles.
+struct Share {
+  int rank;                            // in its cluster
+  int first_row, row_step, num_tiles;  // of W, from tile to tile
+  int first_chunk, end_chunk;
+  DEV Share(int n, int num_chunks) {
+    const int num_clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+    rank = blockIdx.x % CLUSTER;
+    if (SPLIT) {
+      first_row = cluster * TILE, row_step = 0, num_tiles = 1;
+      first_chunk = rank * num_chunks / CLUSTER, end_chunk = (rank + 1) * num_chunks / CLUSTER;
+    } else {
+      const int cluster_tiles = (n + CLUSTER * TILE - 1) / (CLUSTER * TILE);
+      first_row = blockIdx.x * TILE, row_step = gridDim.x * TILE;
+      num_tiles = (cluster_tiles - cluster + num_clusters - 1) / num_clusters;
+      first_chunk = 0, end_chunk = num_chunks;
+    }
+  }
+  DEV int num_units() const { return num_tiles * (end_chunk - first_chunk); }
 };
 
 struct Params {
-  scalar_t* out;         // [m, n]
-  const scalar_t* bias;  // [n] or null
-  float4* parts;         // [clusters, 2, CLUSTER, CONSUMERS, HEIGHTS, EIGHTS, 128 threads]
-  u32* arrivals;         // [tiles, CLUSTER, CONSUMERS, 4 warps], zeros
-  int m, n, out_stride, tile_rows;
-  Work work;
+  scalar_t* out;             // [m, outputs]
+  const scalar_t* residual;  // the same; may be `out`
+  const scalar_t* bias;      // [n] or null
+  int m, n, out_stride, residual_stride;
+  float inverse_k, eps;
 };
 
-// A unit and its place.
+// --- loading ---
+
+// A chunk of a tile, and its place.
 struct Cursor {
-  int tile, chunk, num_chunks;
+  int row, chunk;
   Place place;
-  DEV Cursor(int unit, int num_chunks) : tile(unit / num_chunks), chunk(unit % num_chunks), num_chunks(num_chunks) {}
-  DEV void advance() {
-    if (++chunk == num_chunks) chunk = 0, tile++;
+  DEV void advance(const Share& share) {
+    if (++chunk == share.end_chunk) chunk = share.first_chunk, row += share.row_step;
     place.advance();
   }
 };
 
 // One thread.
 struct Producer {
-  const Params& p;
   const Ring& ring;
+  const Share& share;
   const TensorMap *w_map, *x_map;
-  int rank, num_units, ahead;  // the first `ahead` units find their stages empty
-  Cursor w, x;                 // what is fetched next
+  int num_units, ahead;  // the first `ahead` units find their stages empty
+  Cursor w, x;           // what is fetched next
 
-  DEV Producer(const Params& p, const Ring& ring, const TensorMap* w_map, const TensorMap* x_map, int first, int last, int rank)
-      : p(p), ring(ring), w_map(w_map), x_map(x_map), rank(rank), num_units(last - first), ahead(min(last - first, STAGES)),
-        w(first, p.work.num_chunks), x(w) {}
+  DEV Producer(const Ring& ring, const Share& share, const TensorMap* w_map, const TensorMap* x_map)
+      : ring(ring), share(share), w_map(w_map), x_map(x_map), num_units(share.num_units()),
+        ahead(min(num_units, STAGES)), w{share.first_row, share.first_chunk}, x(w) {}
   DEV void load_w() {
     const u32 barrier = ring.full(w.place.stage);
-    mbarrier_arrive_expect(barrier, (p.tile_rows + COLUMNS) * 128);
-    tma_load_2d(ring.w(w.place.stage), w_map, barrier, w.chunk * CHUNK, (w.tile * CLUSTER + rank) * p.tile_rows);
-    w.advance();
+    mbarrier_arrive_expect(barrier, STAGE);
+#pragma unroll
+    for (int i = 0; i < GROUPS_N; i++)
+      tma_load_2d(ring.w(w.place.stage) + i * WIDTH * 128, w_map, barrier, w.chunk * CHUNK, w.row + i * WIDTH);
+    w.advance(share);
   }
   DEV void load_x() {
-    const u32 barrier = ring.full(x.place.stage), to = ring.x(x.place.stage) + rank * X_SHARE * 128;
-    if (CLUSTER > 1) tma_load_2d_to((1 << CLUSTER) - 1, to, x_map, barrier, x.chunk * CHUNK, rank * X_SHARE);
-    else tma_load_2d(to, x_map, barrier, x.chunk * CHUNK, 0);
-    x.advance();
+    const u32 barrier = ring.full(x.place.stage), to = ring.x(x.place.stage);
+    const int row = MULTICAST ? share.rank * X_SHARE : 0;
+    if (MULTICAST) tma_load_2d_to((1 << CLUSTER) - 1, to + row * 128, x_map, barrier, x.chunk * CHUNK, row);
+    else tma_load_2d(to, x_map, barrier, x.chunk * CHUNK, row);
+    x.advance(share);
   }
   // Before the kernel in front of this one has ended: it never writes W.
   DEV void start() {
@@ -132,188 +170,268 @@ struct Producer {
   }
 };
 
-// From L2: other blocks have just written it.
-DEV float4 load_float4_l2(const float4* p) {
-#ifdef SLUICE_EMULATE
-  return *p;
-#else
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
-  return v;
-#endif
+// --- results ---
+
+// Four octets of outputs in a band of 16 rows. A lane has sums of rows g and g + 8, columns 2 t and 2 t + 1 of
+// all four; it stores octet t of these rows.
+struct Quartet {
+  int row, column;  // of x, of out
+  int count;        // octets that there are
+  DEV Quartet(int band, int quartet, int first_row) {  // bands: warps of the first warpgroup, of the second ...
+    const int group = band / (4 * HEIGHTS), height = band / 4 % HEIGHTS;
+    row = (group / GROUPS_N * HEIGHTS + height) * 64 + band % 4 * 16;
+    column = (first_row + group % GROUPS_N * WIDTH) / BLENDED + quartet * 32;
+    count = min(4, OUT_OCTETS - quartet * 4);
+  }
+  DEV int lane_row(int lower) const { return row + 8 * lower + (threadIdx.x >> 2 & 7); }
+  DEV int lane_column() const { return column + 8 * (threadIdx.x & 3); }
+  DEV bool is_inside(const Params& p, int lower) const {
+    return (threadIdx.x & 3) < count && lane_row(lower) < p.m && lane_column() < p.n / BLENDED;
+  }
+};
+
+typedef u32 Bias[4 * BLENDED];  // columns 2 t and 2 t + 1 of each octet of sums
+typedef uint4 Residual[2];      // octet t of outputs, in rows g and g + 8
+
+DEV void load_bias(const Params& p, const Quartet& q, Bias& bias) {
+  const int first = q.column * BLENDED;
+#pragma unroll
+  for (int i = 0; i < 4 * BLENDED; i++) {
+    const bool is_there = p.bias && i < q.count * BLENDED && first + i * 8 < p.n;
+    bias[i] = is_there ? *(const u32*)(p.bias + first + i * 8 + 2 * (threadIdx.x & 3)) : 0;
+  }
 }
-
-// A release before an atomic, an acquire behind one. (__threadfence() orders more, and takes longer.)
-DEV void fence_gpu() {
-#ifndef SLUICE_EMULATE
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-#endif
-}
-
-// Where a cluster leaves a part of a tile, for this thread: in its second place if it has the tile's beginning.
-DEV float4* part_of(const Params& p, int cluster, int tile, int rank, int thread) {
-  const int place = 2 * cluster + (p.work.first_unit(cluster) <= tile * p.work.num_chunks);
-  return p.parts + (i64)(place * CLUSTER + rank) * (CONSUMERS * HEIGHTS * EIGHTS * 128) +
-         (thread >> 7) * (HEIGHTS * EIGHTS * 128) + (thread & 127);
-}
-
-// One warp has a part of its rows' sums. True if it was the last to come; then it has all.
-DEV bool add_parts(const Params& p, int cluster, int tile, int rank, Sums& sums) {
-  const int thread = threadIdx.x, lane = thread & 31, row = (thread >> 7) * HEIGHTS * 64 + (thread >> 5 & 3) * 16;
-  if (row >= min(p.tile_rows, p.n - (tile * CLUSTER + rank) * p.tile_rows)) return false;  // beyond the tile or W
-  const int first = p.work.cluster_of(tile * p.work.num_chunks);
-  const int num_parts = p.work.cluster_of((tile + 1) * p.work.num_chunks - 1) - first + 1;
-  float4* mine = part_of(p, cluster, tile, rank, thread);
+DEV void load_residual(const Params& p, const Quartet& q, Residual& residual) {
 #pragma unroll
-  for (int h = 0; h < HEIGHTS; h++)
-#pragma unroll
-    for (int i = 0; i < EIGHTS; i++) {
-      const float* d = sums[h] + 4 * i;
-      mine[(h * EIGHTS + i) * 128] = make_float4(d[0], d[1], d[2], d[3]);
-    }
-  __syncwarp();
-  fence_gpu();
-  u32 before = 0;
-  if (lane == 0)  // back to zero for the next launch
-    before = atomicInc(p.arrivals + (tile * CLUSTER + rank) * (CONSUMERS * 4) + (thread >> 5), num_parts - 1);
-  if (__shfl_sync(~0u, before, 0) != (u32)num_parts - 1) return false;
-
-  fence_gpu();
-  __syncwarp();
-#pragma unroll
-  for (int h = 0; h < HEIGHTS; h++)
-#pragma unroll
-    for (int i = 0; i < EIGHTS; i += AT_ONCE) {
-      float* d = sums[h] + 4 * i;
-      float total[4 * AT_ONCE] = {};
-      for (int part = first; part < first + num_parts; part++) {
-        if (part == cluster) {
-#pragma unroll
-          for (int e = 0; e < 4 * AT_ONCE; e++) total[e] += d[e];
-          continue;
-        }
-        const float4* from = part_of(p, part, tile, rank, thread) + (h * EIGHTS + i) * 128;
-        float4 other[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) other[j] = load_float4_l2(from + j * 128);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-          total[4 * j] += other[j].x, total[4 * j + 1] += other[j].y;
-          total[4 * j + 2] += other[j].z, total[4 * j + 3] += other[j].w;
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4 * AT_ONCE; e++) d[e] = total[e];
-    }
-  return true;
-}
-
-// Sums of a tile whose first row of W is `first_row`. A lane ends up with 8 rows of W in a row of x.
-DEV void write(const Params& p, int first_row, const Sums& sums) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int count = min(p.tile_rows, p.n - first_row);  // a multiple of 8
-#pragma unroll
-  for (int h = 0; h < HEIGHTS; h++) {
-    const int row = ((threadIdx.x >> 7) * HEIGHTS + h) * 64 + (threadIdx.x >> 5 & 3) * 16;  // of the warp, in the tile
-    const bool has_upper = row < count, has_lower = row + 8 < count;
-    const scalar_t* bias = p.bias + first_row + row + g;
-    const float bias0 = p.bias && has_upper ? to_float(bias[0]) : 0.f;
-    const float bias1 = p.bias && has_lower ? to_float(bias[8]) : 0.f;
-#pragma unroll
-    for (int n = 0; n < EIGHTS; n += 4) {
-      u32 upper[4], lower[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float* d = sums[h] + 4 * (n + i);
-        upper[i] = transpose_8x8(pack2(d[0] + bias0, d[1] + bias0));
-        lower[i] = transpose_8x8(pack2(d[2] + bias1, d[3] + bias1));
-      }
-      transpose_quad(upper, t);
-      transpose_quad(lower, t);
-      const int x_row = (n + t) * 8 + g;
-      if (x_row >= p.m) continue;
-      scalar_t* to = p.out + (i64)x_row * p.out_stride + first_row + row;
-      if (has_upper) *(uint4*)to = make_uint4(upper[0], upper[1], upper[2], upper[3]);
-      if (has_lower) *(uint4*)(to + 8) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
-    }
+  for (int lower = 0; lower < 2; lower++) {
+    residual[lower] = make_uint4(0, 0, 0, 0);
+    if (RESIDUAL && q.is_inside(p, lower))
+      residual[lower] = load16(p.residual + (i64)q.lane_row(lower) * p.residual_stride + q.lane_column());
   }
 }
 
+// Of a row, by the sum of its squares.
+DEV float norm_factor(const Params& p, float squares) { return rsqrtf(squares * p.inverse_k + p.eps); }
+
+// `sums`: 4 numbers of each octet of sums. `factor`: of rows g and g + 8.
+DEV void write(const Params& p, const Quartet& q, const float* sums, const float (&factor)[2], const Bias& bias, const Residual& residual) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int lower = 0; lower < 2; lower++) {
+    const uint4& v = residual[lower];
+    u32 words[4] = {v.x, v.y, v.z, v.w};
+    if (RESIDUAL) transpose_quad(words, t);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i >= q.count) continue;
+      float y[2], added[2], b[BLENDED][2];
+#pragma unroll
+      for (int j = 0; j < BLENDED; j++) unpack2(bias[i * BLENDED + j], b[j][0], b[j][1]);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float parts[BLENDED];
+#pragma unroll
+        for (int j = 0; j < BLENDED; j++) {
+          const float sum = sums[4 * (i * BLENDED + j) + 2 * lower + e];
+          parts[j] = (NORMED ? sum * factor[lower] : sum) + b[j][e];
+        }
+        y[e] = GATED ? silu(parts[0]) * parts[BLENDED - 1] : parts[0];
+      }
+      unpack2(words[i], added[0], added[1]);
+      words[i] = RESIDUAL ? pack2(y[0] + added[0], y[1] + added[1]) : pack2(y[0], y[1]);
+    }
+    transpose_quad(words, t);
+    if (q.is_inside(p, lower))
+      store16(p.out + (i64)q.lane_row(lower) * p.out_stride + q.lane_column(), make_uint4(words[0], words[1], words[2], words[3]));
+  }
+}
+
+// Sums of a share of the chunks, in shared memory: a band's octets, 32 lanes each; then the squares of its rows,
+// 8 pairs of rows g and g + 8.
+constexpr int BAND_VECTORS = OCTETS * 32 + 8;
+
+DEV void leave_sums(float4* shared, int band, const float* sums, const float (&squares)[2]) {
+  const int lane = threadIdx.x & 31;
+  float4* mine = shared + band * BAND_VECTORS;
+#pragma unroll
+  for (int i = 0; i < OCTETS; i++)
+    mine[i * 32 + lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+  if (NORMED && (lane & 3) == 0) mine[OCTETS * 32 + (lane >> 2)] = make_float4(squares[0], squares[1], 0.f, 0.f);
+}
+
+// One warp of a block: those quartets of the cluster's tile that are its own.
+DEV void add_shares(const Params& p, const float4* shared, const Share& share) {
+  const int lane = threadIdx.x & 31;
+  for (int i = (threadIdx.x >> 5) * CLUSTER + share.rank; i < BANDS * QUARTETS; i += 4 * CONSUMERS * CLUSTER) {
+    const int band = i / QUARTETS, quartet = i % QUARTETS;
+    const Quartet q(band, quartet, share.first_row);
+    if (q.row >= p.m) continue;
+    Bias bias;
+    Residual residual;
+    load_bias(p, q, bias);
+    load_residual(p, q, residual);
+    const float4* first = shared + band * BAND_VECTORS + quartet * (4 * BLENDED * 32) + lane;
+    float sums[16 * BLENDED] = {}, factor[2] = {};
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; rank++) {
+      float4 v[4 * BLENDED];
+#pragma unroll
+      for (int j = 0; j < 4 * BLENDED; j++)
+        if (j < q.count * BLENDED) v[j] = load_float4_of_block(smem_address((void*)(first + j * 32)), rank);
+#pragma unroll
+      for (int j = 0; j < 4 * BLENDED; j++)
+        if (j < q.count * BLENDED) {
+          sums[4 * j] += v[j].x, sums[4 * j + 1] += v[j].y;
+          sums[4 * j + 2] += v[j].z, sums[4 * j + 3] += v[j].w;
+        }
+      if (NORMED) {
+        const float4* squares = shared + band * BAND_VECTORS + OCTETS * 32 + (lane >> 2);
+        const float4 of_rows = load_float4_of_block(smem_address((void*)squares), rank);
+        factor[0] += of_rows.x, factor[1] += of_rows.y;
+      }
+    }
+    factor[0] = norm_factor(p, factor[0]), factor[1] = norm_factor(p, factor[1]);
+    write(p, q, sums, factor, bias, residual);
+  }
+}
+
+// --- products ---
+
+// Of half a row of x: a lane has half lane % 2 of row lane / 2. `band`: 16 rows of 128 bytes.
+DEV float squares_of_half(const u8* band) {
+  const int lane = threadIdx.x & 31, row = lane >> 1;
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float x[8], sum = 0.f;
+    unpack16(load16(band + row * 128 + (((lane & 1) * 4 + i) ^ (row & 7)) * 16), x);
+#pragma unroll
+    for (int e = 0; e < 8; e++) sum += x[e] * x[e];
+    total += sum;
+  }
+  return total;
+}
+
+// From the halves of 16 rows, which lanes have so, to rows g and g + 8 of each lane.
+DEV void squares_of_rows(float half, float (&squares)[2]) {
+  const float row = half + __shfl_xor_sync(~0u, half, 1);
+  const int g = threadIdx.x >> 2 & 7;
+  squares[0] = __shfl_sync(~0u, row, 2 * g);
+  squares[1] = __shfl_sync(~0u, row, 2 * g + 16);
+}
+
 // One warpgroup.
-DEV void consume(const Params& p, const Ring& ring, int cluster, int first_unit, int last, int rank) {
-  const int lane = threadIdx.x & 31, num_chunks = p.work.num_chunks;
-  const u32 w_offset = (threadIdx.x >> 7) * HEIGHTS * 64 * 128;
+DEV void consume(const Params& p, const Ring& ring, const Share& share) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, group = threadIdx.x >> 7;
+  const u32 x_offset = group / GROUPS_N * HEIGHTS * 64 * 128, w_offset = group % GROUPS_N * WIDTH * 128;
+  const int first_band = group * 4 * HEIGHTS + warp;  // and every fourth
   auto release = [&](u32 stage) {
-    if (CLUSTER > 1 && lane < CLUSTER) mbarrier_arrive_at(ring.empty(stage), lane);
-    if (CLUSTER == 1 && lane == 0) mbarrier_arrive(ring.empty(stage));
+    if (NORMED) __syncwarp();  // all lanes have read x
+    if (MULTICAST && lane < CLUSTER) mbarrier_arrive_at(ring.empty(stage), lane);
+    if (!MULTICAST && lane == 0) mbarrier_arrive(ring.empty(stage));
   };
+  float half_squares[HEIGHTS] = {}, factor[HEIGHTS][2] = {};
   Place place;
-  for (int unit = first_unit; unit < last;) {
-    const int first = unit, tile = unit / num_chunks, end = min(last, (tile + 1) * num_chunks);
+  for (int tile = 0; tile < share.num_tiles; tile++) {
+    const int first_row = share.first_row + tile * share.row_step;
+    Bias bias[HEIGHTS][QUARTETS];
+    Residual residual[HEIGHTS][QUARTETS];
+    auto for_each_quartet = [&](auto action) {
+#pragma unroll
+      for (int h = 0; h < HEIGHTS; h++)
+#pragma unroll
+        for (int i = 0; i < QUARTETS; i++) action(Quartet(first_band + 4 * h, i, first_row), h, i);
+    };
+    auto load_addends = [&](const Quartet& q, int h, int i) {
+      load_bias(p, q, bias[h][i]);
+      load_residual(p, q, residual[h][i]);
+    };
+    if (EARLY) for_each_quartet(load_addends);
     Sums sums;
     u32 before = 0;  // the stage of the chunk before
-    for (; unit < end; unit++) {
+    for (int chunk = share.first_chunk; chunk < share.end_chunk; chunk++) {
       mbarrier_wait(ring.full(place.stage), place.parity);
-      const u32 w = ring.w(place.stage) + w_offset, x = ring.x(place.stage);
+      const u32 x = ring.x(place.stage) + x_offset, w = ring.w(place.stage) + w_offset;
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < CHUNK / 16; k++)
 #pragma unroll
         for (int h = 0; h < HEIGHTS; h++)
-          wgmma_ss(sums[h], descriptor_k_major(w + h * 64 * 128 + k * 32), descriptor_k_major(x + k * 32), unit > first || k > 0);
+          wgmma_ss(sums[h], descriptor_k_major(x + h * 64 * 128 + k * 32), descriptor_k_major(w + k * 32), chunk > share.first_chunk || k > 0);
       wgmma_commit();
       wgmma_wait<1>();
-      if (unit > first) release(before);
+      if (chunk > share.first_chunk) release(before);
+      if (NORMED && tile == 0) {
+#pragma unroll
+        for (int h = 0; h < HEIGHTS; h++)
+          half_squares[h] += squares_of_half(ring.memory + place.stage * STAGE + x_offset + (h * 64 + warp * 16) * 128);
+      }
       before = place.stage;
       place.advance();
     }
     wgmma_wait<0>();
-    release(before);
 #pragma unroll
     for (int h = 0; h < HEIGHTS; h++) wgmma_results(sums[h]);
-    if (end - first == num_chunks || add_parts(p, cluster, tile, rank, sums))
-      write(p, (tile * CLUSTER + rank) * p.tile_rows, sums);
+    release(before);
+    if (NORMED && tile == 0) {
+#pragma unroll
+      for (int h = 0; h < HEIGHTS; h++) {
+        squares_of_rows(half_squares[h], factor[h]);
+        if (!SPLIT) factor[h][0] = norm_factor(p, factor[h][0]), factor[h][1] = norm_factor(p, factor[h][1]);
+      }
+    }
+    if (SPLIT) {
+      named_barrier_sync(1, 128 * CONSUMERS);  // all have read the stages
+#pragma unroll
+      for (int h = 0; h < HEIGHTS; h++) leave_sums((float4*)ring.memory, first_band + 4 * h, sums[h], factor[h]);
+      continue;
+    }
+    for_each_quartet([&](const Quartet& q, int h, int i) {
+      if (q.row >= p.m) return;
+      if (!EARLY) load_addends(q, h, i);
+      write(p, q, sums[h] + i * 16 * BLENDED, factor[h], bias[h][i], residual[h][i]);
+    });
   }
 }
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) wide_gemm_sm90(
-    const __grid_constant__ TensorMap w_map,  // [n, k], box [tile_rows, CHUNK]
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM) wide_gemm_sm90(
+    const __grid_constant__ TensorMap w_map,  // [n, k], box [WIDTH, CHUNK]
     const __grid_constant__ TensorMap x_map,  // [m, k], box [X_SHARE, CHUNK]
-    scalar_t* out,                            // [m, n], rows at multiples of 16 bytes
-    const scalar_t* __restrict__ bias,        // [n] or null
-    float4* parts, u32* arrivals,             // see Params; not used if no tile is divided
-    int m, int n, int out_stride, int num_chunks,
-    int tile_rows,                            // of a block; a multiple of 8, at most TILE_ROWS
-    int num_tiles,                            // of a cluster
-    int grain)                                // chunks that are not divided: 1 or num_chunks
+    scalar_t* out,                            // [m, n], gated: [m, n / 2]; rows at multiples of 16 bytes
+    const scalar_t* residual,                 // the same, or null
+    const scalar_t* bias,                     // [n] or null
+    int m, int n, int k, int out_stride, int residual_stride,
+    float eps)                                // of the norm
 {
   extern __shared__ u8 raw[];
   const Ring ring(raw);
-  const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
-  const Work work{num_chunks, grain, num_tiles * (num_chunks / grain), (int)gridDim.x / CLUSTER};
-  const Params params{out, bias, parts, arrivals, m, n, out_stride, tile_rows, work};
-  const int first = work.first_unit(cluster), last = work.first_unit(cluster + 1);
-  Producer producer(params, ring, &w_map, &x_map, first, last, rank);
+  const Share share(n, (k + CHUNK - 1) / CHUNK);
+  const Params params{out, residual, bias, m, n, out_stride, residual_stride, 1.f / k, eps};
+  Producer producer(ring, share, &w_map, &x_map);
   const bool produces = threadIdx.x == 128 * CONSUMERS;
   if (produces) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(ring.full(i), 1);
-      mbarrier_init(ring.empty(i), 4 * CONSUMERS * CLUSTER);  // one arrival per consumer warp
+      mbarrier_init(ring.empty(i), 4 * CONSUMERS * (MULTICAST ? CLUSTER : 1));  // one arrival per consumer warp
     }
     mbarrier_init_fence();
     fence_async_proxy();
     producer.start();
   }
-  cluster_meet();         // nothing is sent to a block before its barriers exist
-  grid_dependency_wait(); // x is read and out and the parts are written from here on
+  cluster_meet();          // nothing is sent to a block before its barriers exist
+  grid_dependency_wait();  // x and the residual are read and out is written from here on
   grid_dependency_launch();
   if (threadIdx.x >= 128 * CONSUMERS) {
-    if (MOVES_REGISTERS) registers_give<40>();
+    if (MOVES_REGISTERS) registers_give<24>();
     if (produces) producer.run();
-    cluster_meet();       // no block ends while others send to it
+    if (SPLIT) cluster_sync();
   } else {
-    if (MOVES_REGISTERS) registers_take<232>();
-    consume(params, ring, cluster, first, last, rank);
-    cluster_meet();
+    if (MOVES_REGISTERS) registers_take<CONSUMERS == 2 ? 240 : 160>();
+    consume(params, ring, share);
+    if (SPLIT) {
+      cluster_sync();  // all have left their sums
+      add_shares(params, (const float4*)ring.memory, share);
+    }
   }
+  if (CLUSTER > 1) cluster_meet();  // no block ends while others send to it or read from it
 }

@@ -141,41 +141,65 @@ template <int SIZE> DEV void wgmma_results(float (&d)[SIZE]) {
 #define WGMMA_TYPES "f32.bf16.bf16"
 #endif
 
-#define WGMMA_D8(d, i)                                                                      \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-  "+f"(d[i + 6]), "+f"(d[i + 7])
+// Lists of accumulators and of their names, by their number: N / 2.
+#define WGMMA_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_D8(d, i) WGMMA_D4(d, i), WGMMA_D4(d, i + 4)
+#define WGMMA_D12(d, i) WGMMA_D8(d, i), WGMMA_D4(d, i + 8)
 #define WGMMA_D16(d, i) WGMMA_D8(d, i), WGMMA_D8(d, i + 8)
+#define WGMMA_D20(d, i) WGMMA_D16(d, i), WGMMA_D4(d, i + 16)
+#define WGMMA_D24(d, i) WGMMA_D16(d, i), WGMMA_D8(d, i + 16)
+#define WGMMA_D28(d, i) WGMMA_D16(d, i), WGMMA_D12(d, i + 16)
 #define WGMMA_D32(d, i) WGMMA_D16(d, i), WGMMA_D16(d, i + 16)
+#define WGMMA_D36(d, i) WGMMA_D32(d, i), WGMMA_D4(d, i + 32)
+#define WGMMA_D40(d, i) WGMMA_D32(d, i), WGMMA_D8(d, i + 32)
+#define WGMMA_D44(d, i) WGMMA_D32(d, i), WGMMA_D12(d, i + 32)
+#define WGMMA_D48(d, i) WGMMA_D32(d, i), WGMMA_D16(d, i + 32)
+#define WGMMA_D52(d, i) WGMMA_D32(d, i), WGMMA_D20(d, i + 32)
+#define WGMMA_D56(d, i) WGMMA_D32(d, i), WGMMA_D24(d, i + 32)
+#define WGMMA_D60(d, i) WGMMA_D32(d, i), WGMMA_D28(d, i + 32)
 #define WGMMA_D64(d, i) WGMMA_D32(d, i), WGMMA_D32(d, i + 32)
-#define WGMMA_D48(d) WGMMA_D16(d, 0), WGMMA_D32(d, 16)
-#define WGMMA_D96(d) WGMMA_D32(d, 0), WGMMA_D64(d, 32)
-#define WGMMA_D128(d) WGMMA_D64(d, 0), WGMMA_D64(d, 64)
+#define WGMMA_D72(d, i) WGMMA_D64(d, i), WGMMA_D8(d, i + 64)
+#define WGMMA_D80(d, i) WGMMA_D64(d, i), WGMMA_D16(d, i + 64)
+#define WGMMA_D88(d, i) WGMMA_D64(d, i), WGMMA_D24(d, i + 64)
+#define WGMMA_D96(d, i) WGMMA_D64(d, i), WGMMA_D32(d, i + 64)
+#define WGMMA_D112(d, i) WGMMA_D64(d, i), WGMMA_D48(d, i + 64)
+#define WGMMA_D128(d, i) WGMMA_D64(d, i), WGMMA_D64(d, i + 64)
 
-#define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_NAMES_32 \
-  WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_NAMES_48 \
-  WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define WGMMA_NAMES_64 \
-  WGMMA_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_NAMES_96 \
-  WGMMA_NAMES_64                                                                          \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_NAMES_128 \
-  WGMMA_NAMES_96                                                                          \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_NAMES_4 "%0, %1, %2, %3"
+#define WGMMA_NAMES_8 WGMMA_NAMES_4 ", %4, %5, %6, %7"
+#define WGMMA_NAMES_12 WGMMA_NAMES_8 ", %8, %9, %10, %11"
+#define WGMMA_NAMES_16 WGMMA_NAMES_12 ", %12, %13, %14, %15"
+#define WGMMA_NAMES_20 WGMMA_NAMES_16 ", %16, %17, %18, %19"
+#define WGMMA_NAMES_24 WGMMA_NAMES_20 ", %20, %21, %22, %23"
+#define WGMMA_NAMES_28 WGMMA_NAMES_24 ", %24, %25, %26, %27"
+#define WGMMA_NAMES_32 WGMMA_NAMES_28 ", %28, %29, %30, %31"
+#define WGMMA_NAMES_36 WGMMA_NAMES_32 ", %32, %33, %34, %35"
+#define WGMMA_NAMES_40 WGMMA_NAMES_36 ", %36, %37, %38, %39"
+#define WGMMA_NAMES_44 WGMMA_NAMES_40 ", %40, %41, %42, %43"
+#define WGMMA_NAMES_48 WGMMA_NAMES_44 ", %44, %45, %46, %47"
+#define WGMMA_NAMES_52 WGMMA_NAMES_48 ", %48, %49, %50, %51"
+#define WGMMA_NAMES_56 WGMMA_NAMES_52 ", %52, %53, %54, %55"
+#define WGMMA_NAMES_60 WGMMA_NAMES_56 ", %56, %57, %58, %59"
+#define WGMMA_NAMES_64 WGMMA_NAMES_60 ", %60, %61, %62, %63"
+#define WGMMA_NAMES_72 WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_NAMES_80 WGMMA_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_NAMES_88 WGMMA_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define WGMMA_NAMES_96 WGMMA_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_NAMES_112 WGMMA_NAMES_96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_NAMES_128 WGMMA_NAMES_112 \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d = A B, or d += A B; A and B by descriptors, both with K along their rows.
-#define WGMMA_SS(n, names, accumulators, a, b, accumulate)                                   \
-  template <> struct WgmmaSs<n> {                                                            \
-    static DEV void run(float (&d)[n / 2], u64 da, u64 db, int add) {                        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" names "}, " \
-                   a ", " b ", p, 1, 1, 0, 0;\n}"                                            \
-                   : accumulators : "l"(da), "l"(db), "r"(add));                             \
-    }                                                                                        \
+// d = A B, or d += A B; A and B by descriptors, both with K along their rows. The operands a, b and p of the
+// instruction follow its `a` accumulators.
+#define WGMMA_SS(n, a, b, p)                                                                          \
+  template <> struct WgmmaSs<n> {                                                                     \
+    static DEV void run(float (&d)[n / 2], u64 da, u64 db, int add) {                                 \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p ", 0;\n"                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16." WGMMA_TYPES " {" WGMMA_NAMES_##a "}, " \
+                   "%" #a ", %" #b ", p, 1, 1, 0, 0;\n}"                                              \
+                   : WGMMA_D##a(d, 0) : "l"(da), "l"(db), "r"(add));                                  \
+    }                                                                                                 \
   };
 // d += A B; A from registers, B by descriptor with N along its rows.
 #define WGMMA_RS(n, names, accumulators, a, b, accumulate)                                   \
@@ -191,12 +215,14 @@ template <int SIZE> DEV void wgmma_results(float (&d)[SIZE]) {
 
 template <int N> struct WgmmaSs;
 template <int N> struct WgmmaRs;
-WGMMA_SS(32, WGMMA_NAMES_16, WGMMA_D16(d, 0), "%16", "%17", "%18")
-WGMMA_SS(64, WGMMA_NAMES_32, WGMMA_D32(d, 0), "%32", "%33", "%34")
-WGMMA_SS(96, WGMMA_NAMES_48, WGMMA_D48(d), "%48", "%49", "%50")
-WGMMA_SS(128, WGMMA_NAMES_64, WGMMA_D64(d, 0), "%64", "%65", "%66")
-WGMMA_SS(192, WGMMA_NAMES_96, WGMMA_D96(d), "%96", "%97", "%98")
-WGMMA_SS(256, WGMMA_NAMES_128, WGMMA_D128(d), "%128", "%129", "%130")
+WGMMA_SS(8, 4, 5, 6) WGMMA_SS(16, 8, 9, 10) WGMMA_SS(24, 12, 13, 14)
+WGMMA_SS(32, 16, 17, 18) WGMMA_SS(40, 20, 21, 22) WGMMA_SS(48, 24, 25, 26)
+WGMMA_SS(56, 28, 29, 30) WGMMA_SS(64, 32, 33, 34) WGMMA_SS(72, 36, 37, 38)
+WGMMA_SS(80, 40, 41, 42) WGMMA_SS(88, 44, 45, 46) WGMMA_SS(96, 48, 49, 50)
+WGMMA_SS(104, 52, 53, 54) WGMMA_SS(112, 56, 57, 58) WGMMA_SS(120, 60, 61, 62)
+WGMMA_SS(128, 64, 65, 66) WGMMA_SS(144, 72, 73, 74) WGMMA_SS(160, 80, 81, 82)
+WGMMA_SS(176, 88, 89, 90) WGMMA_SS(192, 96, 97, 98) WGMMA_SS(224, 112, 113, 114)
+WGMMA_SS(256, 128, 129, 130)
 WGMMA_RS(64, WGMMA_NAMES_32, WGMMA_D32(d, 0), "%32, %33, %34, %35", "%36", "%37")
 WGMMA_RS(128, WGMMA_NAMES_64, WGMMA_D64(d, 0), "%64, %65, %66, %67", "%68", "%69")
 

@@ -1,20 +1,20 @@
 """The product of up to 256 rows on Hopper in the emulator: layouts, swizzles, multicast, that every wait ends,
-and tiles that several blocks share."""
+tiles that several blocks share, and what surrounds the product in a decoder."""
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import jit, nvrtc
+from engine.ops import fused_product, jit, nvrtc
 from engine.ops import wide_gemm_sm90 as op
 from engine.ops.kernel_build import build
 from engine.ops.kernel_cache import Job, KernelCache
 from engine.ops.narrow_gemm import Device
-from engine.ops.wide_gemm_sm90 import Plan, Tiling
+from engine.ops.wide_gemm_sm90 import Options, Plan, Tiling
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated, emulated_map
 from tests.kernels.models import MODELS
@@ -22,6 +22,9 @@ from tests.kernels.models import MODELS
 BF16, FP16 = torch.bfloat16, torch.float16
 HOPPER = Device(132, 227 * 1024, has_clusters=True)
 NAN = float("nan")
+EPS = 1e-5
+
+ONE, ONE_WIDE, TWO, TWO_WIDE, THREE, FOUR = op.TILINGS
 
 needs_compiler = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
@@ -35,95 +38,132 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plan_of(
-    n: int,
-    k: int,
-    columns: int,
-    tiling: Tiling,
-    cluster: int,
-    num_clusters: int,
-    tile_rows: int,
-    is_divided: bool,
+    tiling: Tiling, width: int, cluster: int, is_split: bool, rounds: int, n: int, k: int
 ) -> Plan:
-    num_tiles, num_chunks = -(-n // (tile_rows * cluster)), -(-k // op.CHUNK)
-    plan = Plan(
-        tiling, columns, cluster, num_clusters, tile_rows, num_tiles, num_chunks, is_divided
-    )
-    return op.with_stages(plan, HOPPER)
+    tiles = -(-n // (width * tiling.groups_n))
+    grid = tiles * cluster if is_split else -(-tiles // (cluster * rounds)) * cluster
+    plan = Plan(tiling, width, cluster, is_split, grid, rounds, -(-k // op.CHUNK))
+    staged = op.with_stages(plan, n, k, HOPPER)
+    assert staged is not None
+    return staged
 
 
-def inputs(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x with strides and NaN around, w, bias, and an out that lies among other numbers."""
-    wide = torch.full((m + 1, k + 24), NAN, dtype=dtype)
-    x = wide[:m, 8 : 8 + k]
-    x.copy_(torch.randn(m, k))
-    w = (torch.randn(n, k) / k**0.5).to(dtype)
-    return x, w, torch.randn(n).to(dtype), torch.full((m + 1, n + 16), 7.0, dtype=dtype)
+@dataclass
+class Inputs:
+    """x with strides and NaN around; the residual and, beside it, an out that lie among other numbers."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        m, k, outputs = self.m, self.k, self.n // 2 if self.gated else self.n
+        wide = torch.full((m + 1, k + 24), NAN, dtype=self.dtype)
+        self.x = wide[:m, 8 : 8 + k]
+        sizes = torch.logspace(-1, 1, m)[:, None]  # so that norms differ from row to row
+        self.x.copy_(torch.randn(m, k) * sizes)
+        self.w = (torch.randn(self.n, k) / k**0.5).to(self.dtype)
+        self.bias = torch.randn(self.n).to(self.dtype)
+        self.residual = torch.randn(m, outputs + 8).to(self.dtype)[:, :outputs]
+        self.wide_out = torch.full((m + 1, outputs + 16), 7.0, dtype=self.dtype)
+        self.out = self.wide_out[:m, 8 : 8 + outputs]
+
+    def nothing_else_was_written(self) -> bool:
+        self.out.fill_(7.0)
+        return bool((self.wide_out == 7.0).all())
 
 
-# Ragged in every direction, rings that go round, tiles of one, two and more clusters.
+def assert_close(got: Tensor, want: Tensor) -> None:
+    """`want`: in float32. What rounding to got's dtype costs, of the number or of the typical one of its row, is
+    half an eps; sums in another order and fast functions of the gate are far below the other half."""
+    typical = want.pow(2).mean(1, keepdim=True).sqrt()
+    limit = torch.finfo(got.dtype).eps * torch.maximum(want.abs(), typical)
+    error = (got.float() - want).abs()
+    worst = divmod(int((error / limit).nan_to_num(torch.inf).argmax()), got.shape[1])
+    assert (error <= limit).all(), f"{got[worst]} instead of {want[worst]} at {worst}"
+
+
+# Ragged in every direction, rings that go round, all tilings, options as a decoder has them and all together.
 PRODUCTS = [
-    # m, n, k, dtype, columns, tiling, cluster, clusters, tile rows, divided
-    (33, 72, 328, BF16, 64, (1, 1), 1, 2, 64, True),
-    (50, 200, 456, BF16, 64, (1, 1), 2, 3, 40, True),
-    (17, 136, 904, FP16, 32, (2, 1), 2, 1, 128, True),
-    (64, 128, 1096, BF16, 64, (1, 1), 1, 5, 56, True),
-    (70, 264, 200, FP16, 96, (3, 1), 1, 2, 144, False),
-    (90, 136, 520, BF16, 96, (1, 1), 2, 3, 64, True),
-    (128, 512, 264, BF16, 128, (2, 2), 1, 3, 256, True),
-    (100, 320, 72, BF16, 128, (2, 1), 2, 2, 80, False),
-    (130, 136, 328, BF16, 192, (2, 1), 2, 2, 64, True),
-    (255, 144, 392, BF16, 256, (2, 1), 2, 2, 128, True),
-    (100, 520, 264, BF16, 128, (1, 1), 4, 3, 64, True),
-    (20, 96, 328, FP16, 32, (1, 1), 4, 2, 24, True),
-    (1, 8, 8, BF16, 32, (1, 1), 2, 1, 8, False),
-]
+    # m, n, k, dtype, tiling, width, cluster, split, rounds, bias, options
+    (33, 72, 328, BF16, ONE, 24, 1, False, 1, False, Options()),
+    (64, 200, 904, BF16, ONE, 40, 2, False, 2, True, Options(normed=True)),
+    (63, 144, 328, FP16, ONE, 16, 4, False, 2, False, Options(normed=True, gated=True)),
+    (64, 272, 136, BF16, ONE_WIDE, 64, 1, False, 2, True, Options(True, True, True)),
+    (50, 320, 72, BF16, ONE_WIDE, 80, 2, False, 1, False, Options(residual=True)),
+    (1, 8, 8, BF16, ONE, 8, 1, False, 1, True, Options(True, False, True)),
+    (65, 96, 520, BF16, TWO, 32, 1, False, 3, False, Options(residual=True)),
+    (128, 144, 200, FP16, TWO, 72, 2, False, 1, True, Options(residual=True)),
+    (100, 224, 328, BF16, TWO, 16, 4, False, 2, False, Options(normed=True, gated=True)),
+    (70, 512, 72, BF16, TWO, 256, 1, False, 2, True, Options(normed=True, gated=True)),
+    (128, 272, 136, BF16, TWO_WIDE, 144, 1, False, 1, True, Options(True, True, True)),
+    (127, 208, 72, BF16, TWO_WIDE, 56, 2, False, 1, False, Options()),
+    (130, 88, 200, BF16, THREE, 48, 2, False, 1, True, Options(True, False, True)),
+    (192, 160, 136, FP16, THREE, 160, 1, False, 1, False, Options(normed=True, gated=True)),
+    (200, 80, 328, BF16, FOUR, 80, 1, False, 1, False, Options(normed=True, gated=True)),
+    (256, 104, 136, BF16, FOUR, 24, 4, False, 2, True, Options(residual=True)),
+    (255, 320, 72, BF16, FOUR, 160, 2, False, 1, True, Options(True, True, True)),
+    (64, 72, 1096, BF16, ONE, 32, 4, True, 1, False, Options(residual=True)),
+    (33, 136, 328, BF16, ONE, 120, 2, True, 1, True, Options(normed=True)),
+    (20, 208, 520, FP16, ONE_WIDE, 48, 4, True, 1, True, Options(True, True, True)),
+    (128, 88, 456, BF16, TWO, 56, 2, True, 1, True, Options(residual=True)),
+    (100, 96, 328, BF16, TWO, 80, 4, True, 1, False, Options(normed=True, gated=True)),
+    (180, 72, 264, FP16, THREE, 40, 2, True, 1, True, Options(residual=True)),
+    (256, 128, 264, BF16, FOUR, 120, 4, True, 1, False, Options(residual=True)),
+    (200, 160, 136, BF16, FOUR, 80, 2, True, 1, True, Options(True, True, True)),
+]  # fmt: skip
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("m", "n", "k", "dtype", "columns", "tiling", "cluster", "clusters", "tile_rows", "divided"),
+    ("m", "n", "k", "dtype", "tiling", "width", "cluster", "split", "rounds", "biased", "options"),
     PRODUCTS,
 )
-@pytest.mark.parametrize("schedule", ["plain", "EMU_BACKWARDS", "EMU_LATE"])
+@pytest.mark.parametrize("schedule", ["plain", "EMU_LATE"])
 def test_against_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     m: int,
     n: int,
     k: int,
     dtype: torch.dtype,
-    columns: int,
-    tiling: tuple[int, int],
+    tiling: Tiling,
+    width: int,
     cluster: int,
-    clusters: int,
-    tile_rows: int,
-    divided: bool,
+    split: bool,
+    rounds: int,
+    biased: bool,
+    options: Options,
     schedule: str,
 ) -> None:
-    if schedule == "EMU_BACKWARDS" and not divided:
-        pytest.skip("the order of blocks matters where they share tiles")
     if schedule != "plain":
         run_by(schedule, monkeypatch)
-    x, w, bias, wide_out = inputs(m, n, k, dtype)
-    out = wide_out[:m, 8 : 8 + n]
-    plan = plan_of(n, k, columns, Tiling(*tiling), cluster, clusters, tile_rows, divided)
-    want = op.reference(x, w, bias)
-    for _ in range(2):  # the second finds the counters as the first left them
-        out.fill_(NAN)
-        op.launch(x, w, bias, out, plan)
-        error = (out.float() - want.float()).norm() / want.float().norm()
-        assert error < 1e-4, f"relative error {error:.3g}"
-    if divided:
-        assert not op.arrivals_of(x.device).any()
-    out.fill_(7.0)
-    assert (wide_out == 7.0).all(), "wrote beside the result"
+    given = Inputs(m, n, k, dtype, options.gated)
+    plan = plan_of(tiling, width, cluster, split, rounds, n, k)
+    bias, norm_eps = given.bias if biased else None, EPS if options.normed else None
+    want = fused_product.reference(
+        given.x.float(),
+        given.w,
+        bias,
+        norm_eps=norm_eps,
+        gated=options.gated,
+        residual=given.residual if options.residual else None,
+    )
+    in_place = options.residual and m % 2 == 0
+    given.out.copy_(given.residual) if in_place else given.out.fill_(NAN)
+    residual = (given.out if in_place else given.residual) if options.residual else None
+    op.launch(given.x, given.w, bias, given.out, plan, norm_eps, options.gated, residual)
+    assert_close(given.out, want)
+    assert given.nothing_else_was_written()
 
 
 def run_by(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """See tests/kernels/cuda_emu.h."""
     variant = op.variant
 
-    def scheduled(plan: Plan, dtype: torch.dtype) -> jit.VariantSpec:
-        spec = variant(plan, dtype)
+    def scheduled(plan: Plan, dtype: torch.dtype, options: Options) -> jit.VariantSpec:
+        spec = variant(plan, dtype, options)
         return replace(spec, defines={**spec.defines, schedule: 1})
 
     monkeypatch.setattr(op, "variant", scheduled)
@@ -131,27 +171,15 @@ def run_by(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_the_order_of_arrival_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of parts that differ by powers of ten, so that another order would round otherwise."""
-    x, w, _, _ = inputs(40, 64, 640, BF16)
-    x *= torch.logspace(-2, 2, 640).to(BF16)
-    plan = plan_of(64, 640, 64, Tiling(1, 1), 1, 4, 64, True)
-    want, got = torch.empty(40, 64, dtype=BF16), torch.empty(40, 64, dtype=BF16)
-    op.launch(x, w, None, want, plan)
-    run_by("EMU_BACKWARDS", monkeypatch)
-    op.launch(x, w, None, got, plan)
-    assert torch.equal(got, want)
-
-
-@needs_compiler
-def test_nan_of_other_rows_stays_there() -> None:
-    x, w, _, _ = inputs(40, 64, 392, BF16)
-    plan = plan_of(64, 392, 64, Tiling(1, 1), 2, 2, 32, True)
+@pytest.mark.parametrize("split", [False, True])
+def test_nan_of_other_rows_stays_there(split: bool) -> None:
+    given = Inputs(40, 64, 392, BF16)
+    plan = plan_of(ONE, 32, 2, split, 1, 64, 392)
     want, out = torch.empty(40, 64, dtype=BF16), torch.empty(40, 64, dtype=BF16)
-    op.launch(x, w, None, want, plan)
+    op.launch(given.x, given.w, None, want, plan, EPS)
     bad = [0, 9, 17, 33]
-    x[bad] = NAN
-    op.launch(x, w, None, out, plan)
+    given.x[bad] = NAN
+    op.launch(given.x, given.w, None, out, plan, EPS)
     others = [i for i in range(40) if i not in bad]
     assert torch.equal(out[others], want[others])
     assert out[bad].isnan().all()
@@ -162,40 +190,56 @@ def test_the_public_function_by_the_plan_of_a_device_with_few_sms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(op, "device_of", lambda index=None: replace(HOPPER, num_sms=4))
-    x, w, bias, _ = inputs(40, 200, 144, BF16)
-    out = op.wide_gemm_sm90(emulator.as_if_cuda(x), w, bias, torch.empty(40, 200, dtype=BF16))
-    assert torch.allclose(out.float(), op.reference(x, w, bias).float(), rtol=0.01, atol=0.01)
+    given = Inputs(40, 208, 144, BF16, gated=True)
+    x = emulator.as_if_cuda(given.x)
+    out = op.wide_gemm_sm90(x, given.w, given.bias, given.out, norm_eps=EPS, gated=True)
+    want = fused_product.reference(given.x.float(), given.w, given.bias, norm_eps=EPS, gated=True)
+    assert_close(out, want)
+
+
+def test_on_a_cpu_it_is_the_reference() -> None:
+    given = Inputs(40, 64, 72, BF16)
+    out = op.wide_gemm_sm90(given.x, given.w, norm_eps=EPS, residual=given.residual)
+    want = fused_product.reference(given.x, given.w, norm_eps=EPS, residual=given.residual)
+    assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("device", [HOPPER, Device(114, 227 * 1024, True)], ids=str)
-@pytest.mark.parametrize("columns", op.COLUMNS)
-def test_plans_cover_the_product_within_the_device(device: Device, columns: int) -> None:
+@pytest.mark.parametrize("rows", op.ROWS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_plans_cover_the_product_within_the_device(device: Device, rows: int, gated: bool) -> None:
     for n in (8, 576, 896, 1152, 3584, 4608, 9728, 37888, 152064, 256000):
         for k in (8, 576, 896, 3584, 18944):
-            plans = op.candidates(columns, n, k, device)
-            assert op.make_plan(columns, n, k, device) in plans
+            if gated and n % 16:
+                continue
+            plans = op.candidates(rows, n, k, device, gated)
+            assert op.make_plan(rows, n, k, device, gated) in plans
             for plan in plans:
-                assert plan.tiling.fits(columns)
-                assert 1 <= plan.num_clusters <= device.clusters_of(plan.cluster)
-                assert plan.tile_rows % 8 == 0
-                assert plan.tile_rows <= plan.tiling.rows
-                covered = plan.num_tiles * plan.cluster * plan.tile_rows
-                assert covered - plan.cluster * plan.tile_rows < n <= covered
+                assert plan.tiling.rows == rows
+                assert plan.width in op.WIDTHS
+                assert plan.width <= plan.tiling.widest
+                assert plan.width % (16 if gated else 8) == 0
+                assert plan.grid % plan.cluster == 0
+                clusters = plan.grid // plan.cluster
+                assert 1 <= clusters <= device.clusters_of(plan.cluster)
+                tiles = clusters if plan.is_split else plan.grid * plan.rounds
+                assert plan.tile * tiles >= n
+                assert plan.tile * (tiles - plan.cluster * clusters) < n, "a round for nothing"
                 assert plan.num_chunks == -(-k // op.CHUNK)
-                units = plan.num_tiles * plan.num_chunks
-                assert plan.num_clusters <= (units if plan.is_divided else plan.num_tiles)
-                assert plan.num_clusters * plan.cluster_units >= units
+                assert not plan.is_split or plan.num_chunks >= plan.cluster > 1
                 assert op.MIN_STAGES <= plan.stages <= op.MAX_STAGES
+                assert plan.sums_bytes <= plan.stages * plan.stage_bytes
                 assert plan.smem_bytes <= device.smem_limit
-                assert plan.num_arrivals <= op.MAX_ARRIVALS
 
 
-def test_small_matrices_are_shared_out_and_large_ones_have_whole_tiles() -> None:
-    down, gate_up = op.make_plan(64, 896, 4864, HOPPER), op.make_plan(64, 37888, 3584, HOPPER)
-    assert down.is_divided
-    assert down.num_clusters > down.num_tiles
-    assert not gate_up.is_divided
-    assert gate_up.num_clusters * gate_up.cluster == 132
+def test_all_sms_have_their_share_and_small_products_leave_room() -> None:
+    gate_up = op.make_plan(64, 37888, 3584, HOPPER, gated=True)
+    assert gate_up.grid >= 120
+    small = op.make_plan(64, 9728, 896, HOPPER, gated=True)
+    assert small.grid >= 100
+    assert 2 * small.smem_bytes <= HOPPER.smem_limit
+    down = op.make_plan(256, 896, 4864, HOPPER)
+    assert down.is_split, "no block should read all columns of so many rows"
 
 
 def test_what_is_chosen_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +248,22 @@ def test_what_is_chosen_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> No
     assert op.specs(config) == []
     monkeypatch.setattr(op, "CHOSEN", ((range(33, 65), range(0, 1 << 40)),))
     specs = op.specs(config)
-    assert {spec.defines["COLUMNS"] for spec in specs} == {64}
-    for n, k in op.products(config):
-        assert op.variant(op.make_plan(64, n, k, HOPPER), BF16) in specs
+    rows = {64 * s.defines["GROUPS_M"] * s.defines["HEIGHTS"] for s in specs}  # type: ignore[operator]
+    assert rows == {64}
+    for n, k, options in op.products_of(config):
+        assert op.variant(op.make_plan(64, n, k, HOPPER, options.gated), BF16, options) in specs
+    products = op.products_of(config)
+    assert [options for _, _, options in products] == [
+        Options(normed=True),
+        Options(residual=True),
+        Options(normed=True, gated=True),
+        Options(residual=True),
+        Options(),
+    ]
+
+
+# Where registers are fewest: the widest tiles of each number of warps, all options and none.
+NARROWER = {ONE: (8, 80), ONE_WIDE: (80,), TWO: (80, 192), TWO_WIDE: (96,), THREE: (112,), FOUR: (40, 96)}  # fmt: skip
 
 
 def test_every_tiling_compiles_without_spills_or_remarks() -> None:
@@ -214,10 +271,19 @@ def test_every_tiling_compiles_without_spills_or_remarks() -> None:
         nvrtc.version()
     except nvrtc.KernelBuildError as error:
         pytest.skip(str(error))
-    shapes = [(t, c) for t in op.TILINGS for c in op.COLUMNS if t.fits(c)]
-    plans = [Plan(t, c, op.CLUSTERS[i % 3], 1, t.rows, 1, 64) for i, (t, c) in enumerate(shapes)]
-    specs = [op.variant(op.with_stages(plan, HOPPER), BF16) for plan in plans]
-    jobs = [Job.of(spec.source, spec.defines, "sm_90a") for spec in specs]
+    jobs = []
+    for tiling in op.TILINGS:
+        for width in (*NARROWER[tiling], tiling.widest):
+            gated = width % 16 == 0
+            for split, options in [
+                (False, Options(normed=True, gated=gated)),
+                (False, Options(residual=True)),
+                (True, Options(residual=True)),
+                (True, Options(True, gated, True)),
+            ]:
+                plan = plan_of(tiling, width, 2, split, 1, 8 * width, 4096)
+                spec = op.variant(plan, BF16, options)
+                jobs.append(Job.of(spec.source, spec.defines, "sm_90a"))
     for built in build(jobs, KernelCache(), workers=len(os.sched_getaffinity(0))):
         assert built.entry.resources["wide_gemm_sm90"].spill_bytes == 0, built.lines()
         assert not built.entry.warnings, f"{built.lines()} {built.entry.warnings}"
@@ -226,14 +292,18 @@ def test_every_tiling_compiles_without_spills_or_remarks() -> None:
 def test_wrong_tensors_are_refused_with_a_remedy() -> None:
     x, w = torch.randn(64, 64).to(BF16), torch.randn(8, 64).to(BF16)
     with pytest.raises(ValueError, match="1 to 256 rows"):
-        op.check(torch.randn(257, 64).to(BF16), w, None, None)
+        op.check(torch.randn(257, 64).to(BF16), w)
     with pytest.raises(ValueError, match="multiple of 8 rows"):
-        op.check(x, w[:7], None, None)
+        op.check(x, w[:7])
+    with pytest.raises(ValueError, match="multiple of 16"):
+        op.check(x, w, gated=True)
     with pytest.raises(ValueError, match="contiguous"):
-        op.check(x, torch.randn(64, 8).to(BF16).T, None, None)
+        op.check(x, torch.randn(64, 8).to(BF16).T)
     with pytest.raises(ValueError, match="16 bytes"):
-        op.check(torch.randn(64, 100).to(BF16)[:, 3:67], w, None, None)
+        op.check(torch.randn(64, 100).to(BF16)[:, 3:67], w)
     with pytest.raises(ValueError, match="bias"):
-        op.check(x, w, torch.randn(9).to(BF16), None)
+        op.check(x, w, torch.randn(9).to(BF16))
     with pytest.raises(ValueError, match="out"):
-        op.check(x, w, None, torch.empty(64, 12, dtype=BF16)[:, :8])
+        op.check(x, w, out=torch.empty(64, 12, dtype=BF16)[:, :8])
+    with pytest.raises(ValueError, match="the residual"):
+        op.check(x, w, residual=torch.empty(64, 16, dtype=BF16))
