@@ -75,7 +75,8 @@ struct Operands {
   int x_stride;
 };
 
-// What one warp loads next: chunk `chunk` of the tile that starts at row `first` of W.
+// What one warp loads next: chunk `chunk` of the tile that starts at row `first` of W; nothing from the
+// block's end on.
 struct Cursor {
   int first, chunk;
   DEV void advance(int warp, int num_chunks, int tile_rows) {
@@ -224,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, block = blockIdx.x;
   const int begin = UNIT * (block * block_units + min(block, larger_blocks));
   const int end = begin + UNIT * (block_units + (block < larger_blocks));
-  const int num_tiles = (end - begin + tile_rows - 1) / tile_rows, num_chunks = (k + CHUNK - 1) / CHUNK;
-  const int my_chunks = (num_chunks - warp + WARPS - 1) / WARPS, my_loads = num_tiles * my_chunks;
+  const int num_chunks = (k + CHUNK - 1) / CHUNK, my_chunks = (num_chunks - warp + WARPS - 1) / WARPS;
+  const float inverse_k = reciprocal_fast((float)k);
   const Operands op{x, w, m, k, x_stride};
   auto count_at = [&](int first) { return min(tile_rows, end - first); };
 
@@ -238,10 +239,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
   const smem_t ring_address = smem_address(ring);
 
   // Weights never depend on the kernel before this one, the rest may.
-  Cursor next{begin, warp}, inputs = next;
+  Cursor next{my_chunks > 0 ? begin : end, warp}, inputs = next;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (s < my_loads) {
+    if (next.first < end) {
       load_weights(op, ring_address + s * (WARPS * STAGE), next, count_at(next.first), lane);
       next.advance(warp, num_chunks, tile_rows);
     }
@@ -250,32 +251,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
   Addends addends = {};
   addends.load_bias(bias, begin, count_at(begin), lane);
   grid_dependency_wait();
-  const int x_ahead = KEEPS_X ? my_chunks : my_loads;
   InputChunk chunks[X_AHEAD];
+  bool has_chunk[X_AHEAD];
 #pragma unroll
-  for (int s = 0; s < X_AHEAD; s++)
-    if (s < x_ahead) {
-      chunks[s].load(op, inputs.chunk, lane);
-      inputs.advance(warp, num_chunks, tile_rows);
-    }
+  for (int s = 0; s < X_AHEAD; s++) {
+    has_chunk[s] = KEEPS_X ? inputs.first == begin : inputs.first < end;
+    if (!has_chunk[s]) continue;
+    chunks[s].load(op, inputs.chunk, lane);
+    inputs.advance(warp, num_chunks, tile_rows);
+  }
   addends.load_residual(residual, residual_stride, m, begin, count_at(begin), warp, lane);
   grid_dependency_launch();
 #pragma unroll
   for (int s = 0; s < X_AHEAD; s++)
-    if (s < x_ahead) chunks[s].store(KEEPS_X ? kept_x + s * X_CHUNK : ring + s * (WARPS * STAGE) + W_CHUNK);
+    if (has_chunk[s]) chunks[s].store(KEEPS_X ? kept_x + s * X_CHUNK : ring + s * (WARPS * STAGE) + W_CHUNK);
 
-  int done = 0, stage = 0;  // chunks multiplied so far, and where the next one lies
-  float factors[COLUMN_TILES];  // of this warp's rows; NORMED: known at the end of the first tile
-#pragma unroll
-  for (int j = 0; j < COLUMN_TILES; j++) factors[j] = 1.f;
-  for (int tile = 0; tile < num_tiles; tile++) {
-    const int first = begin + tile * tile_rows, count = count_at(first);
+  int stage = 0, buffer = 0;
+  for (int first = begin; first < end; first += tile_rows, buffer ^= 1) {
+    const bool is_first = first == begin;
+    const int count = count_at(first);
     Accumulators sums[2] = {};
     Squares squares[2] = {};
-    for (int i = 0; i < my_chunks; i++, done++) {
+    for (int i = 0; i < my_chunks; i++) {
       copy_async_wait<STAGES - 2>();
       const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;  // read in the last iteration
-      if (done + STAGES - 1 < my_loads) {
+      if (next.first < end) {
         const smem_t slot = ring_address + free_stage * (WARPS * STAGE);
         load_weights(op, slot, next, count_at(next.first), lane);
         if (!KEEPS_X) load_inputs(op, slot + W_CHUNK, next.chunk, lane);
@@ -285,13 +285,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
       const u8* slot = ring + stage * (WARPS * STAGE);
       const u8* x_slot = KEEPS_X ? kept_x + i * X_CHUNK : slot + W_CHUNK;
       multiply(slot, x_slot, sums);
-      if (IS_NORMED && tile == 0) add_squares(x_slot, squares);
+      if (IS_NORMED && is_first) add_squares(x_slot, squares);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
 
     // Two buffers, so that one barrier a tile is enough: whoever writes a buffer again has seen, at the
     // barrier in between, all threads finish reading it.
-    float* tile_sums = all_sums + (tile & 1) * (WARPS * SUMS);
+    float* tile_sums = all_sums + buffer * (WARPS * SUMS);
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++) {
 #pragma unroll
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
         to[8] = sums[0][i][j][2] + sums[1][i][j][2];
         to[SUM_STRIDE + 8] = sums[0][i][j][3] + sums[1][i][j][3];
       }
-      if (IS_NORMED && tile == 0 && t == g / 2)  // who has columns 2 t and 2 t + 1 of row g
+      if (IS_NORMED && is_first && t == g / 2)  // who has columns 2 t and 2 t + 1 of row g
         all_squares[warp * COLUMNS + 8 * j + g] = g % 2 ? squares[0][j][1] + squares[1][j][1]
                                                         : squares[0][j][0] + squares[1][j][0];
     }
@@ -312,32 +312,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
     for (int j = 0; j < COLUMN_TILES; j++) {
       const int row = warp + WARPS * j;
       if (row >= m) break;
-      if (IS_NORMED && tile == 0) {
-        float total = 0.f;
+      auto over_warps = [&](const float* sums, int stride) {
+        float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) total += all_squares[i * COLUMNS + row];
-        factors[j] = rsqrtf(total / k + eps);
-      }
-      auto result = [&](int place) {
-        float y = 0.f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) y += tile_sums[i * SUMS + row * SUM_STRIDE + place];
-        return y * factors[j];
+        for (int i = 0; i < WARPS; i++) sum += sums[i * stride];
+        return sum;
       };
+      const float factor = IS_NORMED ? rsqrtf(over_warps(all_squares + row, COLUMNS) * inverse_k + eps) : 1.f;
 #pragma unroll
       for (int p = 0; p < PER_LANE; p++) {
         const int i = lane + 32 * p, place = place_of(i);
         if (place >= count) continue;
-        float y = result(place) + to_float(addends.bias[p][0]);
-        if (FACTORS == 2) y = silu(y) * (result(place + 8) + to_float(addends.bias[p][FACTORS - 1]));
-        y += to_float(addends.residual[j][p]);
-        out[(i64)row * out_stride + first / FACTORS + i] = from_float(y);
+        float y[FACTORS];  // GATED: gate's, up's
+#pragma unroll
+        for (int f = 0; f < FACTORS; f++) y[f] = over_warps(tile_sums + row * SUM_STRIDE + place + 8 * f, SUMS);
+#pragma unroll
+        for (int f = 0; f < FACTORS; f++) y[f] = y[f] * factor + to_float(addends.bias[p][f]);
+        if (FACTORS == 2) y[0] = silu(y[0]) * y[FACTORS - 1];
+        out[(i64)row * out_stride + first / FACTORS + i] = from_float(y[0] + to_float(addends.residual[j][p]));
       }
     }
-    if (tile + 1 < num_tiles) {
-      const int then = first + tile_rows, then_count = count_at(then);
-      addends.load_bias(bias, then, then_count, lane);
-      addends.load_residual(residual, residual_stride, m, then, then_count, warp, lane);
+    const int then = first + tile_rows;
+    if (then < end) {
+      addends.load_bias(bias, then, count_at(then), lane);
+      addends.load_residual(residual, residual_stride, m, then, count_at(then), warp, lane);
     }
   }
 }
