@@ -2,8 +2,8 @@
 //
 // What limits more rows than a handful is how often x is read, once for each tile of rows of W: tiles
 // should be high. But then there are fewer of them than SMs. So a tile is given to a cluster of CLUSTER
-// blocks, each of which takes a part of K; at its end they add their sums through each other's shared
-// memory, in order of the blocks:
+// blocks, each of which takes a part of K; at its end they send each other their sums, of some results to each
+// block, which adds them in order of the blocks:
 //
 //                     K  ----->
 //   tile_rows of W  |  block 0  |  block 1  |  block 2  |  block 3  |   a cluster takes tile i, i + number
@@ -38,6 +38,7 @@
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
 #include "common/cluster.cuh"
+#include "common/cluster_send.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/gate.cuh"
 #include "common/mma.cuh"
@@ -61,6 +62,7 @@ static_assert(TILE_ROWS % ROWS_AT_ONCE == 0 && COLUMNS % ROWS_AT_ONCE == 0, "cop
 constexpr int DEALT = CLUSTER * WARPS, ROW_STEP = DEALT / COLUMN_TILES;
 constexpr int ITEMS = (ALL_FRAGMENTS + DEALT - 1) / DEALT;  // at most, for a warp
 static_assert(DEALT % COLUMN_TILES == 0, "at most 64 rows of x");
+static_assert(COLUMN_TILES % CLUSTER == 0, "all blocks receive sums of each tile, which keeps them in step");
 
 constexpr int X_TILES = COLUMN_TILES / 2, SHARES = WARPS / X_TILES;  // of 16 rows; warps that share one
 
@@ -78,6 +80,12 @@ DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #endif
 }
 DEV float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+template <int COUNT> DEV float4 add_up(const float4* parts, int stride) {  // in their order
+  float4 total = parts[0];
+#pragma unroll
+  for (int i = 1; i < COUNT; i++) total = plus(total, parts[i * stride]);
+  return total;
+}
 
 struct Operands {
   const scalar_t *x, *w;
@@ -187,14 +195,9 @@ DEV void store_squares(const Squares& squares, float* all_squares, int warp, int
   to[8] = g & 1 ? squares[1][3] : squares[1][2];
 }
 
-// 1 / sqrt(mean(x^2) + eps) of rows `column` and `column + 1` of x; the cluster's blocks have summed a part each.
-DEV float2 norm_factors(const float* all_squares, int column, int k, float eps) {
-  float4 four = make_float4(0.f, 0.f, 0.f, 0.f);  // rows
-#pragma unroll
-  for (int r = 0; r < CLUSTER; r++)
-#pragma unroll
-    for (int i = 0; i < SHARES; i++)
-      four = plus(four, load_float4_of_block(smem_address((void*)(all_squares + i * COLUMNS + (column & ~3))), r));
+// 1 / sqrt(mean(x^2) + eps) of rows `column` and `column + 1` of x, by their squares in [PARTS][COLUMNS].
+template <int PARTS> DEV float2 norm_factors(const float* squares, int column, int k, float eps) {
+  const float4 four = add_up<PARTS>((const float4*)(squares + (column & ~3)), COLUMNS / 4);
   const bool last = column & 2;
   return make_float2(rsqrtf((last ? four.z : four.x) / k + eps), rsqrtf((last ? four.w : four.y) / k + eps));
 }
@@ -259,14 +262,50 @@ DEV void store_share(const Epilogue& to, const Share& share, float4 y, float2 fa
   }
 }
 
-// Fragment f of a tile lies in exchange [ALL_FRAGMENTS][WARPS_K][32 lanes], as the warps have it that share its
-// rows of W. They are added in their order.
-DEV float4 add_over_warps(const float4* exchange, int f, int lane) {
-  float4 total = exchange[f * WARPS_K * 32 + lane];
+// What lies in shared memory behind the ring. A fragment is 32 lanes' float4.
+//
+//   exchange   [ALL_FRAGMENTS][WARPS_K]   of a tile, as the warps have them that share its rows of W
+//   squares    [SHARES][COLUMNS]          NORMED: of x, as the warps have them
+//
+// CLUSTER > 1: what the blocks send, of even and odd tiles in turn. A block sends of tile i + 2 when it has received
+// all of tile i + 1, and that has been sent behind the barriers that follow the reads of tile i.
+//
+//   received   [2][ALL_FRAGMENTS / CLUSTER][CLUSTER]
+//   received_squares  [CLUSTER][COLUMNS]
+//   barriers   [2]
+struct Exchange {
+  static constexpr int RECEIVED = CLUSTER > 1 ? ALL_FRAGMENTS : 0;
+  float4* sums;
+  DEV float* squares() const { return (float*)(sums + ALL_FRAGMENTS * WARPS_K * 32); }
+  DEV float4* received(int turn) const { return (float4*)(squares() + SHARES * COLUMNS) + (turn & 1) * RECEIVED * 32; }
+  DEV float* received_squares() const { return (float*)(received(0) + 2 * RECEIVED * 32); }
+  DEV u32 barrier(int turn) const { return shared_address(received_squares() + CLUSTER * COLUMNS) + (turn & 1) * 8; }
+
+  DEV void initialise() const {
+    if (threadIdx.x == 0) mbarrier_init(barrier(0), 1), mbarrier_init(barrier(1), 1), mbarrier_init_fence();
+  }
+  // The first `fragments` of a tile, the block's `turn`-th, to the blocks that they are dealt to; then waits for
+  // those of the other blocks.
+  DEV void swap(int turn, int fragments, int rank, int warp, int lane) const {
+    if (threadIdx.x == 0) {
+      const int squares_bytes = NORMED && turn == 0 ? CLUSTER * COLUMNS * 4 : 0;
+      mbarrier_arrive_expect(barrier(turn), fragments * 32 * 16 + squares_bytes);
+    }
+    if (NORMED && turn == 0 && warp == WARPS - 1 && lane < COLUMNS / 4) {
+      const float4 four = add_up<SHARES>((const float4*)squares() + lane, COLUMNS / 4);
 #pragma unroll
-  for (int w = 1; w < WARPS_K; w++) total = plus(total, exchange[(f * WARPS_K + w) * 32 + lane]);
-  return total;
-}
+      for (int r = 0; r < CLUSTER; r++)
+        send_float4(shared_address(received_squares() + rank * COLUMNS + lane * 4), four, barrier(turn), r);
+    }
+#pragma unroll 1
+    for (int f = warp; f < fragments; f += WARPS) {
+      const float4 total = add_up<WARPS_K>(sums + f * WARPS_K * 32 + lane, 32);
+      const int place = f - f % CLUSTER + rank;
+      send_float4(shared_address(received(turn) + place * 32 + lane), total, barrier(turn), f % CLUSTER);
+    }
+    mbarrier_wait(barrier(turn), turn >> 1 & 1);
+  }
+};
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gemm(
     scalar_t* out,                // [m, n], GATED: [m, n / 2]; rows at multiples of 4 bytes; may be `residual`
@@ -288,8 +327,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
   const Operands op{x, w, m, n, k, x_stride, tile_rows};
   const Epilogue epilogue{out, bias, residual, m, out_stride, residual_stride};
   const smem_t ring = smem_address(smem);
-  float4* exchange = (float4*)(smem + STAGES * STAGE);
-  float* all_squares = (float*)(exchange + ALL_FRAGMENTS * WARPS_K * 32);  // NORMED
+  const Exchange exchange{(float4*)(smem + STAGES * STAGE)};
 
   // Fill all stages but one.
   const bool loads_weights = threadIdx.x < LOADERS;
@@ -307,12 +345,16 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
   }
   if (loads_weights) grid_dependency_wait();
   grid_dependency_launch();
+  if (CLUSTER > 1) {
+    exchange.initialise();
+    cluster_meet();  // nothing is sent to a block before its barriers exist
+  }
 
   const int dealt = rank + CLUSTER * warp, column = dealt % COLUMN_TILES * 8 + (lane & 3) * 2;  // of this lane's results
   int done = 0, stage = 0;  // chunks multiplied so far, and where the next one lies
   float2 factors = make_float2(1.f, 1.f);
 #pragma unroll 1
-  for (int tile = cluster; tile < num_tiles; tile += num_clusters) {
+  for (int tile = cluster, turn = 0; tile < num_tiles; tile += num_clusters, turn++) {
     const int first = tile * tile_rows, count = min(tile_rows, n - first);
     Sums sums = {};
     Squares squares = {};
@@ -328,7 +370,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
       }
       copy_async_commit();
       if (warp_n * WARP_ROWS < count) multiply(ring + stage * STAGE, warp_n, warp_k, lane, sums);
-      if (NORMED && tile == cluster) multiply_inputs(ring + stage * STAGE, warp, lane, squares);
+      if (NORMED && turn == 0) multiply_inputs(ring + stage * STAGE, warp, lane, squares);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
 
@@ -340,36 +382,22 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gem
     // The barrier of a chunk lies between the last tile's reads of the exchange and these writes.
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
-      exchange[((warp_n * FRAGMENTS + f) * WARPS_K + warp_k) * 32 + lane] =
+      exchange.sums[((warp_n * FRAGMENTS + f) * WARPS_K + warp_k) * 32 + lane] =
           make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
-    if (NORMED && tile == cluster) store_squares(squares, all_squares, warp, lane);
+    if (NORMED && turn == 0) store_squares(squares, exchange.squares(), warp, lane);
     __syncthreads();
-    if (CLUSTER > 1) {
-#pragma unroll
-      for (int f = warp; f < ALL_FRAGMENTS; f += WARPS) exchange[f * WARPS_K * 32 + lane] = add_over_warps(exchange, f, lane);
-      cluster_sync();
-    }
-    if (NORMED && tile == cluster) factors = norm_factors(all_squares, column, k, eps);
+    const int fragments = (count + 15) / 16 * COLUMN_TILES;
+    if (CLUSTER > 1) exchange.swap(turn, fragments, rank, warp, lane);
+    if (NORMED && turn == 0)
+      factors = CLUSTER > 1 ? norm_factors<CLUSTER>(exchange.received_squares(), column, k, eps)
+                            : norm_factors<SHARES>(exchange.squares(), column, k, eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
       const int f = dealt + i * DEALT;
-      if (f >= ALL_FRAGMENTS || f / COLUMN_TILES * 16 >= count) break;
-      float4 y;
-      if (CLUSTER == 1) {
-        y = add_over_warps(exchange, f, lane);
-      } else {
-        float4 part[CLUSTER];
-#pragma unroll
-        for (int r = 0; r < CLUSTER; r++) part[r] = load_float4_of_block(smem_address(exchange + f * WARPS_K * 32 + lane), r);
-        y = part[0];
-#pragma unroll
-        for (int r = 1; r < CLUSTER; r++) y = plus(y, part[r]);
-      }
+      if (f >= fragments) break;
+      const float4 y = CLUSTER > 1 ? add_up<CLUSTER>(exchange.received(turn) + (f - rank) * 32 + lane, 32)
+                                   : add_up<WARPS_K>(exchange.sums + f * WARPS_K * 32 + lane, 32);
       store_share(epilogue, shares[i], y, factors, lane);
-    }
-    if (CLUSTER > 1) {  // others may still read this block's exchange
-      if (tile + num_clusters < num_tiles) cluster_sync();
-      else cluster_meet();
     }
   }
 }

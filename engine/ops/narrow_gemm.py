@@ -325,6 +325,8 @@ def with_stages(plan: Plan, device: Device) -> Plan | None:
     tiling, columns = plan.tiling, 8 * plan.column_tiles
     stage = 2 * tiling.chunk * (tiling.rows + columns)
     sums = 4 * tiling.rows * columns * tiling.warps_k + SQUARES_BYTES
+    if plan.cluster > 1:  # what blocks send each other, of two tiles; of squares; two barriers
+        sums += 2 * 4 * tiling.rows * columns + 4 * plan.cluster * columns + 16
     under_way = min(plan.block_chunks, -(-IN_FLIGHT // (2 * tiling.chunk * plan.tile_rows)))
     wanted = max(MIN_STAGES, min(MAX_STAGES, under_way + 1))
     stages = min(wanted, (device.smem_limit - sums) // stage)
