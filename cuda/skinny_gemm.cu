@@ -21,7 +21,8 @@
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
 //   -DEIGHTS=n         up to 8 n rows of W in a tile    -DCOLUMN_TILES=n   up to 8 n rows of x
-//   -DSTAGES=n         of the ring; one more than are allocated if a warp loads no more than those
+//   -DSTAGES=n         of the ring
+//   -DREFILLS=0|1      0: no warp has more chunks than stages, so all are loaded at the start
 //   -DX_CHUNKS=n       > 0: a warp's chunks of x, at most n, stay in shared memory instead of in the ring,
 //                      for all tiles
 //   -DGATED=1          16 rows of W are 8 of gate, 8 of up: y = silu(x gate^T) * (x up^T)
@@ -55,11 +56,12 @@ constexpr int W_CHUNK = PIECE * 2 * EIGHTS;       // [8 rows][32 columns]
 constexpr int X_CHUNK = PIECE * 2 * COLUMN_TILES;  // [column tile][32 columns]
 constexpr bool KEEPS_X = X_CHUNKS > 0;
 constexpr int STAGE = W_CHUNK + (KEEPS_X ? 0 : X_CHUNK);
-constexpr int X_AHEAD = KEEPS_X ? X_CHUNKS : STAGES - 1;  // chunks of x that come through registers
+constexpr int AHEAD = STAGES - REFILLS;           // chunks under way while one is multiplied
+constexpr int X_AHEAD = KEEPS_X ? X_CHUNKS : AHEAD;  // chunks of x that come through registers
 constexpr int SUM_STRIDE = 8 * EIGHTS + 4;        // floats; an odd multiple of 4: no bank conflicts in either direction
 constexpr int SUMS = COLUMNS * SUM_STRIDE;        // floats of one warp: [column][row]
 constexpr int PER_LANE = (8 * EIGHTS / FACTORS + 31) / 32;  // outputs of a lane in a tile and a row of x
-static_assert(STAGES >= 2, "one is multiplied while the others load");
+static_assert(AHEAD >= 1, "a stage that is read cannot be loaded at the same time");
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef SCALAR_FP16
@@ -241,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
   // Weights never depend on the kernel before this one, the rest may.
   Cursor next{my_chunks > 0 ? begin : end, warp}, inputs = next;
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
+  for (int s = 0; s < AHEAD; s++) {
     if (next.first < end) {
       load_weights(op, ring_address + s * (WARPS * STAGE), next, count_at(next.first), lane);
       next.advance(warp, num_chunks, tile_rows);
@@ -273,9 +275,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
     Accumulators sums[2] = {};
     Squares squares[2] = {};
     for (int i = 0; i < my_chunks; i++) {
-      copy_async_wait<STAGES - 2>();
-      const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;  // read in the last iteration
-      if (next.first < end) {
+      copy_async_wait<AHEAD - 1>();
+      if (REFILLS && next.first < end) {
+        const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;  // read in the last iteration
         const smem_t slot = ring_address + free_stage * (WARPS * STAGE);
         load_weights(op, slot, next, count_at(next.first), lane);
         if (!KEEPS_X) load_inputs(op, slot + W_CHUNK, next.chunk, lane);

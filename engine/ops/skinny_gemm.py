@@ -71,14 +71,15 @@ class Tiles:
 
     eights: int  # 8 rows of W each
     column_tiles: int
-    stages: int
+    stages: int  # of a warp's ring
+    refills: bool  # are stages loaded again, or is everything loaded at the start?
     x_chunks: int  # of a warp, that it keeps for all tiles; 0: x flows with W
     in_flight: int  # bytes of stages that are under way, as far as they help
     smem_bytes: int
 
     @classmethod
     def fit(cls, product: Product, tile_rows: int, num_tiles: int, smem_limit: int) -> "Tiles":
-        """With as many stages as memory allows and loads fill; fewer than 2 do not work."""
+        """With as many stages as memory allows and loads fill."""
         eights, columns = -(-tile_rows // 8), product.column_tiles
         x_chunk = WARPS * PIECE * 2 * columns
         kept = product.warp_chunks if num_tiles > 1 else 0
@@ -89,10 +90,10 @@ class Tiles:
         squares = WARPS * 8 * columns * 4 * product.normed
         fixed = sums + squares + kept * x_chunk
         loads = num_tiles * product.warp_chunks
-        allocated = min(MAX_STAGES, max(1, loads), (smem_limit - fixed) // stage)
-        stages = max(2, loads + 1) if loads <= allocated else allocated
-        in_flight = min(IN_FLIGHT, (stages - 1) * stage)
-        return cls(eights, columns, stages, kept, in_flight, fixed + allocated * stage)
+        stages = min(MAX_STAGES, loads, (smem_limit - fixed) // stage)
+        refills = stages < loads
+        in_flight = min(IN_FLIGHT, (stages - refills) * stage)
+        return cls(eights, columns, stages, refills, kept, in_flight, fixed + stages * stage)
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ def make_plan(product: Product, num_sms: int, smem_limit: int) -> Plan | None:
         for row_tiles in ROW_TILES:
             tile_rows = even_height(block_rows, 16 * row_tiles, product.unit)
             tiles = Tiles.fit(product, tile_rows, -(-block_rows // tile_rows), limit)
-            if tiles.stages >= 2 and (best is None or tiles.in_flight > best.tiles.in_flight):
+            if tiles.in_flight > (best.tiles.in_flight if best else 0):
                 best = Plan(tiles, grid, block_units, larger_blocks, tile_rows)
         if best is not None:
             return best
@@ -287,6 +288,7 @@ def variant(product: Product, tiles: Tiles, dtype: torch.dtype) -> jit.VariantSp
         "EIGHTS": tiles.eights,
         "COLUMN_TILES": tiles.column_tiles,
         "STAGES": tiles.stages,
+        "REFILLS": int(tiles.refills),
         "X_CHUNKS": tiles.x_chunks,
     }
     if product.gated:

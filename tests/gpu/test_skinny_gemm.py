@@ -21,6 +21,7 @@ SHAPES = [
     (4608, 3584), (3584, 3584), (3584, 18944), (37888, 3584),
     (1, 8), (7, 72), (100, 200), (133, 1000), (4097, 520), (264, 64), (20000, 104),
 ]  # fmt: skip
+PLAIN_ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 32)
 # rows of x, rows of W, columns, dtype, options
 FusedCase = tuple[tuple[int, ...], int, int, torch.dtype, str]
 # As a decoder launches them, and all together
@@ -63,15 +64,6 @@ def assert_close(got: Tensor, want: Tensor, limit: float) -> None:
 
 def limit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps  # twice what rounding the result costs
-
-
-@pytest.mark.parametrize("m", [1, 2, 3, 7, 8, 9, 16, 17, 32])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_plain(m: int, n: int, k: int) -> None:
-    x, w = numbers(m, k), numbers(n, k, scale=k**-0.5)
-    out = torch.full((m, n), NAN, dtype=BF16, device="cuda")
-    assert op.skinny_gemm(x, w, out=out) is out
-    assert_close(out, x.float() @ w.float().T, limit(BF16))
 
 
 def reference(
@@ -120,8 +112,19 @@ def specs_of(cases: list[FusedCase]) -> Iterator[jit.VariantSpec]:
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """All variants of FUSED_CASES, by several processes."""
-    jit.prebuild(list(specs_of(FUSED_CASES)))
+    """All variants of these cases, by several processes."""
+    plain: list[FusedCase] = [(PLAIN_ROWS, n, k, BF16, "") for n, k in SHAPES]
+    jit.prebuild([*specs_of(plain), *specs_of(FUSED_CASES)])
+
+
+@pytest.mark.parametrize("m", PLAIN_ROWS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.usefixtures("compiled")
+def test_plain(m: int, n: int, k: int) -> None:
+    x, w = numbers(m, k), numbers(n, k, scale=k**-0.5)
+    out = torch.full((m, n), NAN, dtype=BF16, device="cuda")
+    assert op.skinny_gemm(x, w, out=out) is out
+    assert_close(out, x.float() @ w.float().T, limit(BF16))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The few-row product in the emulator, through its launcher, with SMs made scarce to get many tiles."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,7 @@ def test_plans_with_and_without_keeping_x_and_of_all_heights_are_among_these_cas
     tiles = [plan.tiles for plan in plans if plan is not None]
     assert {t.x_chunks > 0 for t in tiles} == {False, True}
     assert {t.eights % 2 for t in tiles} == {0, 1}
+    assert {t.refills for t in tiles} == {False, True}
     assert any(plan is not None and plan.larger_blocks > 0 for plan in plans)
 
 
@@ -134,7 +136,7 @@ def test_plans_cover_all_rows_within_memory(num_sms: int, smem_limit: int) -> No
                     plan = op.make_plan(product, num_sms, smem_limit)
                     assert plan is not None
                     assert plan.tiles.smem_bytes <= smem_limit
-                    assert plan.tiles.stages >= 2
+                    assert plan.tiles.stages > plan.tiles.refills
                     assert plan.grid <= num_sms
                     units = plan.grid * plan.block_units + plan.larger_blocks
                     assert units * product.unit == n
@@ -162,6 +164,15 @@ def test_what_is_compiled_ahead_serves_every_card_of_an_architecture(arch: str) 
             plan = op.make_plan(product, num_sms, smem_limit)
             assert plan is not None
             assert plan.tiles in ahead
+
+
+def test_macros_determine_the_memory() -> None:
+    """As a kernel's limit is set once for each binary."""
+    sizes: dict[tuple[tuple[str, object], ...], int] = {}
+    for config in MODELS.values():
+        for spec in op.specs(replace(config, arch="sm_90a")):
+            key = tuple(sorted(spec.defines.items()))
+            assert sizes.setdefault(key, spec.smem_bytes) == spec.smem_bytes
 
 
 def test_specs_are_what_a_decoder_launches() -> None:
