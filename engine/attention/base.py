@@ -8,6 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.ops.rope_and_cache import rope_and_cache
+
 KVScales = tuple[float, float]  # of a layer's keys and values
 SCRUBBED_BLOCKS = 128  # at a time
 
@@ -47,6 +49,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # a token sees itself and window - 1 tokens before it
     softcap: float = 0.0  # 0: none; else logits = softcap * tanh(logits / softcap)
+    qk_norm_eps: float = 1e-6  # of the norms of q and k, in models that have them
 
 
 @dataclass(slots=True)
@@ -116,6 +119,32 @@ def allocate_kv_cache(
     )
 
 
+@dataclass(slots=True)
+class NewTokens:
+    """What a step's tokens bring to a layer's attention."""
+
+    qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim] as projected; used up
+    rotation: tuple[Tensor, Tensor]  # cos and sin of the tokens' angles
+    qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim] weights of the norms of q and k
+
+
+def rotate_and_store(
+    kv: KVCache, layer: int, new: NewTokens, spec: AttentionSpec, inputs: StepInputs
+) -> Tensor:
+    """Put the tokens' keys and values into the cache. Returns their queries, [T, num_heads, head_dim]."""
+    return rope_and_cache(
+        new.qkv,
+        *new.rotation,
+        inputs.slot_mapping,
+        kv.k[layer],
+        kv.v[layer],
+        spec.num_heads,
+        new.qk_norm,
+        spec.qk_norm_eps,
+        *kv.scales_of(layer),
+    )
+
+
 class AttentionBackend(Protocol):
     """Paged attention over a KV cache. One object serves all layers of a model."""
 
@@ -127,8 +156,14 @@ class AttentionBackend(Protocol):
 
     def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
         """Attend `q` [T, num_heads, head_dim] over the cache, in which the step's own keys and values
-        are already written (ops.rope_and_cache). Returns [T, num_heads * head_dim]; rows of padding
-        tokens are arbitrary but finite."""
+        are already written. Returns [T, num_heads * head_dim]; rows of padding tokens are arbitrary
+        but finite."""
+
+    def attend_new(
+        self, layer: int, new: NewTokens, spec: AttentionSpec, inputs: StepInputs
+    ) -> Tensor:
+        """Rotate, store and attend: what a layer does with its step. Returns as `attend` does."""
+        return self.attend(layer, rotate_and_store(self.kv, layer, new, spec, inputs), spec, inputs)
 
 
 class GraphAttention(AttentionBackend, Protocol):

@@ -5,6 +5,8 @@
     work list  made on the       made on the host with the plan, as steps with chunks are never
                device            captured in a CUDA graph
 
+In steps without chunks, paged_decode also does what rope_and_cache does ahead of it in others.
+
 Work lists are made once per step and read by every layer. The decode list lives in static buffers, so
 that a captured step can make a new one at each replay (`plan_on_device`).
 """
@@ -17,11 +19,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, KVCache, StepInputs
+from engine.attention.base import (
+    AttentionSpec,
+    GraphAttention,
+    KVCache,
+    NewTokens,
+    StepInputs,
+)
 from engine.ops import jit, paged_prefill_sm90
 from engine.ops.paged_decode import DecodeScratch, paged_decode, plan_limits
 from engine.ops.paged_prefill import paged_prefill, queries_per_item, work_items
 from engine.ops.plan_decode import DecodePlan, plan_decode
+from engine.ops.rotated_decode import rotated_decode
 
 # Shorter chunks leave most of the Hopper kernel's 128 rows of one head empty; the other packs heads.
 MIN_HOPPER_QUERIES = 64
@@ -37,7 +46,7 @@ class PrefillPlan:
     hopper_work: Tensor  # the same of ops.paged_prefill_sm90
 
 
-class PagedAttention:
+class PagedAttention(GraphAttention):
     """GraphAttention for 16-bit dtypes on CUDA devices. Not for use by two steps at once (it owns scratch).
 
     deterministic: a row's result does not depend on the other rows of the step. Costs speed when few
@@ -153,6 +162,35 @@ class PagedAttention:
             self.attend_chunks(self.prefill, layer, q, spec, inputs.block_table, out)
         if self.num_tokens < len(q):
             out[self.num_tokens :].zero_()
+        return out.flatten(1)
+
+    def attend_new(
+        self, layer: int, new: NewTokens, spec: AttentionSpec, inputs: StepInputs
+    ) -> Tensor:
+        """See AttentionBackend.attend_new. Decode steps take one kernel."""
+        count = self.num_decodes
+        if self.prefill is not None or count == 0:
+            return super().attend_new(layer, new, spec, inputs)
+        out = new.qkv.new_empty((len(new.qkv), spec.num_heads, spec.head_dim))
+        cos, sin = new.rotation
+        rotated_decode(
+            new.qkv[:count],
+            cos[:count],
+            sin[:count],
+            self.kv.k[layer],
+            self.kv.v[layer],
+            inputs.block_table,
+            self.decode_plans[spec.sliding_window],
+            self.scratch,
+            spec.scale,
+            out[:count],
+            spec.softcap,
+            *self.kv.scales_of(layer),
+            new.qk_norm,
+            spec.qk_norm_eps,
+        )
+        if count < len(out):
+            out[count:].zero_()
         return out.flatten(1)
 
     def attend_chunks(

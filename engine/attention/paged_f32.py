@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, KVCache, StepInputs
+from engine.attention.base import AttentionSpec, GraphAttention, KVCache, StepInputs
 from engine.attention.paged import upload
 from engine.ops.paged_attention_f32 import paged_attention_f32
 
 
-class PagedAttentionF32:
+class PagedAttentionF32(GraphAttention):
     """GraphAttention for float32 on CUDA devices."""
 
     def __init__(self, kv: KVCache, device: torch.device) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, KVCache, StepInputs
+from engine.attention.base import AttentionBackend, AttentionSpec, KVCache, StepInputs
 
 GROUP_QUANTUM_TOKENS = 64  # small enough to waste little, large enough for few groups
 QUERY_TILE = 64  # scores of a tile stay in the cache of a core
@@ -43,7 +43,7 @@ class Span:
     is_prefill: bool
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """AttentionBackend in torch operations. Not for use by two steps at once (it owns scratch)."""
 
     def __init__(self, kv: KVCache, dtype: torch.dtype | None = None) -> None:

@@ -2,7 +2,7 @@
 
 tokens -> embedding -> hidden [T, hidden_size], which every layer adds to in place:
 
-    hidden += o(attend(rope_and_cache(qkv(norm(hidden)))))
+    hidden += o(attend_new(qkv(norm(hidden))))
     hidden += down(silu_and_mul(gate_up(norm(hidden))))
 
 Norms, the gate and the sums belong to the products beside them (engine/layers/linear.py).
@@ -20,7 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionSpec, KVScales, StepInputs
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    KVScales,
+    NewTokens,
+    StepInputs,
+    rotate_and_store,
+)
 from engine.layers.embedding import Embedding, OutputHead
 from engine.layers.linear import Linear
 from engine.layers.norm import QkNorm, RmsNorm
@@ -29,7 +36,6 @@ from engine.layers.rotary import Rotary
 from engine.models import ARCHITECTURES
 from engine.models.config import ModelConfig
 from engine.ops.embed_tokens import embed_tokens
-from engine.ops.rope_and_cache import rope_and_cache
 from engine.weights.slots import WeightedLayer
 
 
@@ -98,6 +104,7 @@ class DecoderLayer:
             head_dim=spec.head_dim,
             scale=spec.head_dim**-0.5,
             sliding_window=spec.sliding_windows[index],
+            qk_norm_eps=spec.rms_norm_eps,
         )
         name = f"model.layers.{index}"
         attn, mlp = f"{name}.self_attn", f"{name}.mlp"
@@ -153,33 +160,17 @@ class DecoderLayer:
         inputs: StepInputs,
         attention: AttentionBackend,
     ) -> None:
-        q = self.queries(hidden, rotation, inputs, attention)
-        self.add_rest(hidden, self.attend(q, inputs, attention))
+        new = self.project(hidden, rotation)
+        self.add_rest(hidden, self.attend(new, inputs, attention))
 
-    def queries(
-        self,
-        hidden: Tensor,  # [T, hidden_size]
-        rotation: tuple[Tensor, Tensor],
-        inputs: StepInputs,
-        attention: AttentionBackend,
-    ) -> Tensor:
-        """[T, num_heads, head_dim]; keys and values are in the cache then."""
-        spec, kv = self.spec, attention.kv
-        return rope_and_cache(
-            self.qkv(hidden),
-            *rotation,
-            inputs.slot_mapping,
-            kv.k[self.index],
-            kv.v[self.index],
-            spec.num_heads,
-            self.qk_norm.weight if self.qk_norm is not None else None,
-            spec.rms_norm_eps,
-            *kv.scales_of(self.index),
-        )
+    def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> NewTokens:
+        """Queries, keys and values of all tokens, before their rotation."""
+        weight = self.qk_norm.weight if self.qk_norm is not None else None
+        return NewTokens(self.qkv(hidden), rotation, weight)
 
-    def attend(self, q: Tensor, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
-        """[T, num_heads * head_dim]"""
-        return attention.attend(self.index, q, self.attention_spec, inputs)
+    def attend(self, new: NewTokens, inputs: StepInputs, attention: AttentionBackend) -> Tensor:
+        """[T, num_heads * head_dim]; keys and values are in the cache then."""
+        return attention.attend_new(self.index, new, self.attention_spec, inputs)
 
     def add_rest(self, hidden: Tensor, attended: Tensor) -> None:
         """Add to `hidden`, for any rows of a step, what follows from their attention."""
@@ -227,10 +218,11 @@ class Decoder:
         *others, last = self.layers
         for layer in others:
             layer(hidden, rotation, inputs, attention)
-        q = last.queries(hidden, rotation, inputs, attention)
+        new = last.project(hidden, rotation)
         if wanted is not None and len(wanted) == 0:
+            rotate_and_store(attention.kv, last.index, new, last.attention_spec, inputs)
             return hidden[:0]
-        attended = last.attend(q, inputs, attention)
+        attended = last.attend(new, inputs, attention)
         if wanted is not None:
             hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
         last.add_rest(hidden, attended)

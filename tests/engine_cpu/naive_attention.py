@@ -4,15 +4,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionSpec, KVCache, StepInputs, allocate_kv_cache
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    KVCache,
+    StepInputs,
+    allocate_kv_cache,
+)
 from engine.models.base import Model
 
 BLOCK_SIZE = 4
 
 
-class NaiveAttention:
-    """An AttentionBackend."""
-
+class NaiveAttention(AttentionBackend):
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, StepInputs
+from engine.attention.base import AttentionBackend, NewTokens, StepInputs
 from tests.engine_cpu.harness import Collected, Harness
 from tests.engine_cpu.tiny_models import make_tiny
 
@@ -31,9 +31,9 @@ class Watched(Harness):
     def watch(self, layer) -> None:
         attend, add_rest = layer.attend, layer.add_rest
 
-        def noted_attend(q: Tensor, *args: object) -> Tensor:
-            self.attended.append((layer.index, len(q)))
-            return attend(q, *args)
+        def noted_attend(new: NewTokens, *args: object) -> Tensor:
+            self.attended.append((layer.index, len(new.qkv)))
+            return attend(new, *args)
 
         def noted_rest(hidden: Tensor, attended: Tensor) -> None:
             self.finished.append((layer.index, len(hidden)))

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import paged, paged_f32
+from engine.attention import base, paged, paged_f32
 from engine.attention.base import allocate_kv_cache
 from engine.layers import linear as linear_layer
 from engine.layers import norm
-from engine.models import decoder
 from engine.models.config import ModelConfig
 from engine.ops import (
     activation,
@@ -28,6 +27,7 @@ from engine.ops import (
     plan_decode,
     rms_norm,
     rope_and_cache,
+    rotated_decode,
     skinny_gemm,
 )
 from engine.ops import linear as linear_op
@@ -82,9 +82,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(paged, "plan_decode", plan_decode_by_kernel)
     monkeypatch.setattr(paged, "paged_decode", paged_decode.launch)
+    monkeypatch.setattr(paged, "rotated_decode", rotated_decode.launch)
     monkeypatch.setattr(paged, "paged_prefill", paged_prefill.launch)
     monkeypatch.setattr(paged_f32, "paged_attention_f32", paged_attention_f32.launch)
-    monkeypatch.setattr(decoder, "rope_and_cache", rope_and_cache.launch)
+    monkeypatch.setattr(base, "rope_and_cache", rope_and_cache.launch)
     monkeypatch.setattr(linear_op, "kernel_for", kernel_for)
     for module in (linear_op, linear_layer):
         monkeypatch.setattr(module, "silu_and_mul", silu_and_mul_by_kernel)
