@@ -88,9 +88,11 @@ class PagedAttention(GraphAttention):
             limits, max_batch, spec.num_heads, spec.head_dim, device
         )
         self.min_hopper_queries = 1 << 30  # never
+        self.hopper_queries_per_item = 1
         self.kernels = "paged_decode, paged_prefill"
         if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
             self.min_hopper_queries = 1 if deterministic else MIN_HOPPER_QUERIES
+            self.hopper_queries_per_item = paged_prefill_sm90.queries_per_item(spec.head_dim)
             self.kernels += f", from {self.min_hopper_queries} tokens on paged_prefill_sm90"
         elif arch == "sm_90a":
             self.kernels += (
@@ -126,9 +128,7 @@ class PagedAttention(GraphAttention):
         is_long = q_lens >= self.min_hopper_queries
         # a chunk that the other kernel takes has no queries, hence no items
         short = work_items(np.where(is_long, 0, q_lens), kv_lens, self.queries_per_item)
-        long = work_items(
-            np.where(is_long, q_lens, 0), kv_lens, paged_prefill_sm90.QUERIES_PER_ITEM
-        )
+        long = work_items(np.where(is_long, q_lens, 0), kv_lens, self.hopper_queries_per_item)
         q_start, work, hopper_work = upload([starts[:-1], short, long], self.device)
         return PrefillPlan(rows, q_start, work, hopper_work)
 

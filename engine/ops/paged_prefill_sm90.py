@@ -6,11 +6,12 @@ Contract
     q            head_dim 64 or 128; tokens a multiple of 8 numbers apart, so it may be a slice
     k_cache      of q's dtype; block_size 16, 32, 64 or 128
     v_cache
-    work         of QUERIES_PER_ITEM queries an item: work_items(..., QUERIES_PER_ITEM)
+    work         of queries_per_item(head_dim) queries an item: work_items(..., queries_per_item(head_dim))
 
 All but the addresses of q, out and the caches may change between replays of a CUDA graph.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -21,12 +22,57 @@ from engine.ops import jit
 from engine.ops.paged_prefill import NO_WINDOW
 from engine.ops.tensor_map import tensor_map
 
-QUERIES_PER_ITEM = 128  # Q_ROWS in the kernel
-KEYS = 128  # of a tile
-HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)
-THREADS = 384
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a thread block divides its work: macros of the kernel."""
+
+    consumers: int  # warpgroups that compute, on 64 queries each; one more moves memory
+    keys: int  # of a tile
+    stages: int  # tiles of K, and of V, that shared memory holds
+    polynomial: int = 0  # every n-th exponential is one
+    q_stages: int = 1  # work items whose queries shared memory holds
+    turns: bool = True  # do warpgroups start their products one after another?
+    source: str = "paged_prefill_sm90_next.cu"
+    trap: bool = False  # instead of waiting for ever
+
+    @property
+    def queries(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Alignment, tiles, barriers."""
+        rows = self.q_stages * self.queries + 2 * self.stages * self.keys
+        barriers = 2 * self.q_stages + 4 * self.stages
+        return 1024 + rows * head_dim * 2 + 8 * barriers
+
+    @property
+    def defines(self) -> dict[str, int]:
+        trap = {"SLUICE_TRAP": 1} if self.trap else {}
+        if self.source == "paged_prefill_sm90.cu":
+            return {"STAGES": self.stages, **trap}
+        return {
+            **trap,
+            "CONSUMERS": self.consumers,
+            "KEYS": self.keys,
+            "STAGES": self.stages,
+            "Q_STAGES": self.q_stages,
+            "POLYNOMIAL": self.polynomial,
+            "TURNS": int(self.turns),
+        }
+
+
+TILINGS = {  # by head_dim
+    64: Tiling(consumers=2, keys=128, stages=4, source="paged_prefill_sm90.cu"),
+    128: Tiling(consumers=2, keys=128, stages=2, source="paged_prefill_sm90.cu"),
+}
 
 
 def paged_prefill_sm90(
@@ -64,11 +110,12 @@ def paged_prefill_sm90(
     num_items = work.shape[0] * num_heads
     cache_rows = (num_blocks * num_kv_heads * block_size, head_dim)
     box = (block_size, 64)
+    tiling = TILINGS[head_dim]
     kernel(
         (min(num_items, num_sms(q.device.index)),),
-        (THREADS,),
+        (tiling.threads,),
         (
-            tensor_map(q, (QUERIES_PER_ITEM, 1, 64)),
+            tensor_map(q, (tiling.queries, 1, 64)),
             tensor_map(k_cache.view(cache_rows), box),
             tensor_map(v_cache.view(cache_rows), box),
             out.data_ptr(),
@@ -88,6 +135,11 @@ def paged_prefill_sm90(
     )
 
 
+def queries_per_item(head_dim: int) -> int:
+    """Queries of an item of `work`."""
+    return TILINGS[head_dim].queries
+
+
 def supports(head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> bool:
     """Whether this kernel can stand in for paged_prefill.
 
@@ -95,7 +147,7 @@ def supports(head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> b
     """
     return (
         arch == "sm_90a"
-        and head_dim in HEAD_DIMS
+        and head_dim in TILINGS
         and dtype in (torch.bfloat16, torch.float16)
         and block_size in BLOCK_SIZES
     )
@@ -112,23 +164,22 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     ]
 
 
-def variant(
-    head_dim: int, dtype: torch.dtype, block_size: int, softcap: bool, stages: int | None = None
-) -> jit.VariantSpec:
-    """Two stages of 128 keys of head_dim 128 keep the tensor cores fed; memory allows three."""
-    stages = stages or (2 if head_dim == 128 else 4)
+def variant(head_dim: int, dtype: torch.dtype, block_size: int, softcap: bool) -> jit.VariantSpec:
+    tiling = TILINGS[head_dim]
     defines = {
         jit.scalar_define(dtype): 1,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "STAGES": stages,
+        **tiling.defines,
     }
     if softcap:
         defines["SOFTCAP"] = 1
-    tiles = (QUERIES_PER_ITEM + 2 * stages * KEYS) * head_dim * 2
-    smem_bytes = 1024 + tiles + 16 + 4 * 8 * stages  # alignment, tiles, barriers
     return jit.VariantSpec(
-        "paged_prefill_sm90.cu", "paged_prefill_sm90", defines, smem_bytes, archs=("sm_90a",)
+        tiling.source,
+        "paged_prefill_sm90",
+        defines,
+        tiling.smem_bytes(head_dim),
+        archs=("sm_90a",),
     )
 
 

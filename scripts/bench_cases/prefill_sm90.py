@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from engine.ops.paged_prefill import work_items
-from engine.ops.paged_prefill_sm90 import QUERIES_PER_ITEM, paged_prefill_sm90
+from engine.ops.paged_prefill_sm90 import paged_prefill_sm90, queries_per_item
 from scripts.bench_cases import Case, Launch
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
@@ -34,7 +34,7 @@ def setup(heads: Heads, block_size: int, batch: tuple[int, int, int], copies: in
     table = placement.view(sequences, per_sequence)
     rows = torch.arange(sequences, device="cuda", dtype=torch.int32)
     q_lens, kv_lens = [q_len] * sequences, [kv_len] * sequences
-    work = torch.from_numpy(work_items(q_lens, kv_lens, QUERIES_PER_ITEM)).cuda()
+    work = torch.from_numpy(work_items(q_lens, kv_lens, queries_per_item(head_dim))).cuda()
     q_start = torch.tensor([*accumulate([0, *q_lens])][:-1], device="cuda", dtype=torch.int32)
     shape = (sequences * q_len, num_heads, head_dim)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)

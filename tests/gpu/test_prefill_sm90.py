@@ -18,8 +18,18 @@ RAGGED: Chunks = [(200, 200), (300, 1000), (1, 77), (128, 640), (257, 2049), (1,
 EDGES: Chunks = [(n, n) for n in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257)]
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+CANDIDATES = {
+    "default": op.TILINGS,
+    "next": {
+        64: op.Tiling(3, 128, 4, q_stages=2),
+        128: op.Tiling(2, 128, 2, q_stages=2),
+    },
+}
+
+
+@pytest.fixture(autouse=True, params=CANDIDATES)
+def on_hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    monkeypatch.setattr(op, "TILINGS", CANDIDATES[request.param])
     if not torch.cuda.is_available() or jit.device_arch() != "sm_90a":
         pytest.skip("needs a Hopper GPU")
     variant = op.variant
@@ -86,8 +96,9 @@ def test_padding_items_alone_write_nothing() -> None:
     assert out.isnan().all()
 
 
-def test_the_same_bits_every_time() -> None:
-    case = make_case(128, 64, BF16, 28, 4, RAGGED).to("cuda")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_every_time(head_dim: int) -> None:
+    case = make_case(head_dim, 64, BF16, 28, 4, RAGGED).to("cuda")
     first, second = case.nan_output(), case.nan_output()
     case.run(first)
     for _ in range(20):
@@ -95,14 +106,18 @@ def test_the_same_bits_every_time() -> None:
         assert torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_token_does_not_depend_on_how_its_prompt_is_cut(window: int | None) -> None:
-    whole = make_case(128, 64, BF16, 8, 2, [(900, 1100)], window=window, padding=0).to("cuda")
+def test_a_token_does_not_depend_on_how_its_prompt_is_cut(
+    window: int | None, head_dim: int
+) -> None:
+    chunks = [(900, 1100)]
+    whole = make_case(head_dim, 64, BF16, 8, 2, chunks, window=window, padding=0).to("cuda")
     want, got = whole.nan_output(), whole.nan_output()
     whole.run(want)
     begin = 0
     for end in (1, 130, 515, 900):
-        items = work_items([end - begin], [200 + end], op.QUERIES_PER_ITEM)
+        items = work_items([end - begin], [200 + end], op.queries_per_item(head_dim))
         whole.work, whole.q_start = torch.from_numpy(items).cuda(), whole.q_start * 0 + begin
         whole.run(got)
         begin = end
@@ -155,6 +170,6 @@ def test_unsupported_shapes_are_refused_with_a_remedy() -> None:
     assert not op.supports(128, torch.float32, 64, "sm_90a")
     assert not op.supports(128, BF16, 48, "sm_90a")
     assert not op.supports(128, BF16, 64, "sm_89")
-    case = make_case(96, 64, BF16, 2, 1, [(3, 3)]).to("cuda")
+    case = make_case(64, 64, torch.float32, 2, 1, [(3, 3)]).to("cuda")
     with pytest.raises(ValueError, match="use paged_prefill"):
         case.run(case.nan_output())

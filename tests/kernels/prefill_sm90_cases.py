@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.paged_prefill import work_items
-from engine.ops.paged_prefill_sm90 import QUERIES_PER_ITEM, paged_prefill_sm90
+from engine.ops.paged_prefill_sm90 import paged_prefill_sm90, queries_per_item
 
 
 @dataclass
@@ -128,7 +128,7 @@ def make_case(
             )
     num_tokens = sum(q_lens) + padding
     wide = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    items = work_items(q_lens, kv_lens, QUERIES_PER_ITEM)
+    items = work_items(q_lens, kv_lens, queries_per_item(head_dim))
     work = np.concatenate([items, np.zeros((padding, 4), np.int32)])
     return Case(
         q=wide[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim),

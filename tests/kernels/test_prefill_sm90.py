@@ -51,6 +51,25 @@ def test_prefill_sm90(
     assert_close(out, case)
 
 
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        op.Tiling(2, 128, 4, polynomial=4),
+        op.Tiling(2, 192, 3),
+        op.Tiling(3, 128, 2, q_stages=2),
+    ],
+    ids=str,
+)
+def test_candidates(monkeypatch: pytest.MonkeyPatch, tiling: op.Tiling) -> None:
+    """Items that end within, before and behind a warpgroup's rows."""
+    monkeypatch.setattr(op, "TILINGS", {64: tiling})
+    monkeypatch.setattr(op, "num_sms", lambda device: 2)
+    case = make_case(64, 64, BF16, 2, 1, [(270, 700), (193, 193), (65, 449), (3, 3)])
+    out = case.nan_output()
+    case.run(out)
+    assert_close(out, case)
+
+
 def test_caches_in_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values that lie in the cache halved and doubled."""
     monkeypatch.setattr(op, "num_sms", lambda device: 2)
@@ -79,7 +98,7 @@ def test_a_token_does_not_depend_on_how_its_prompt_is_cut(monkeypatch: pytest.Mo
     want, got = case.nan_output(), case.nan_output()
     case.run(want)
     for begin, end in ((0, 120), (120, 270)):
-        items = work_items([end - begin], [30 + end], op.QUERIES_PER_ITEM)
+        items = work_items([end - begin], [30 + end], op.queries_per_item(64))
         case.work, case.q_start = torch.from_numpy(items), torch.tensor([begin], dtype=torch.int32)
         case.run(got)
     assert torch.equal(got, want)
