@@ -58,8 +58,12 @@ constexpr bool KEEPS_X = X_CHUNKS > 0;
 constexpr int STAGE = W_CHUNK + (KEEPS_X ? 0 : X_CHUNK);
 constexpr int AHEAD = STAGES - REFILLS;           // chunks under way while one is multiplied
 constexpr int X_AHEAD = KEEPS_X ? X_CHUNKS : AHEAD;  // chunks of x that come through registers
-constexpr int SUM_STRIDE = 8 * EIGHTS + 4;        // floats; an odd multiple of 4: no bank conflicts in either direction
+constexpr int SUM_STRIDE = 8 * EIGHTS + 4;        // floats; 4 times an odd number: no bank conflicts either way
 constexpr int SUMS = COLUMNS * SUM_STRIDE;        // floats of one warp: [column][row]
+constexpr int SQUARES = IS_NORMED ? WARPS * COLUMNS : 0;  // floats: [warp][column]
+constexpr int MEMORY = 4 * (2 * WARPS * SUMS + SQUARES) + WARPS * (X_CHUNKS * X_CHUNK + STAGES * STAGE);
+// A block that leaves half of the memory to the next kernel (HALF_SMEM) leaves half of the registers, too.
+constexpr int BLOCKS_OF_SM = COLUMN_TILES == 1 && MEMORY <= 113 * 1024 ? 2 : 1;
 constexpr int PER_LANE = (8 * EIGHTS / FACTORS + 31) / 32;  // outputs of a lane in a tile and a row of x
 static_assert(AHEAD >= 1, "a stage that is read cannot be loaded at the same time");
 
@@ -211,7 +215,7 @@ struct Addends {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 : 1) skinny_gemm(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_OF_SM) skinny_gemm(
     scalar_t* out,             // [m, outputs], may be `residual`
     const scalar_t* x,
     const scalar_t* w,         // [rows, k]
@@ -234,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, COLUMN_TILES == 1 ? 2 :
 
   float* all_sums = (float*)smem;                    // [2][WARPS][SUMS]
   float* all_squares = all_sums + 2 * WARPS * SUMS;  // NORMED: [WARPS][COLUMNS]
-  u8* chunks_of_x = (u8*)(all_squares + (IS_NORMED ? WARPS * COLUMNS : 0));  // [WARPS][X_CHUNKS]
-  u8* stages = chunks_of_x + WARPS * X_CHUNKS * X_CHUNK;                     // [STAGES][WARPS]
-  u8* kept_x = chunks_of_x + warp * (X_CHUNKS * X_CHUNK) + lane * 16;        // this lane's
+  u8* chunks_of_x = (u8*)(all_squares + SQUARES);         // [WARPS][X_CHUNKS]
+  u8* stages = chunks_of_x + WARPS * X_CHUNKS * X_CHUNK;  // [STAGES][WARPS]
+  u8* kept_x = chunks_of_x + warp * (X_CHUNKS * X_CHUNK) + lane * 16;  // this lane's
   u8* ring = stages + warp * STAGE + lane * 16;
   const smem_t ring_address = smem_address(ring);
 
