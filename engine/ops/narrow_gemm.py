@@ -41,6 +41,9 @@ THREADS = 256
 MAX_STAGES = 16
 MIN_STAGES = 3  # fewer leave the memory idle
 IN_FLIGHT = 64 * 1024  # bytes of W that an SM should have under way
+SMALL_BLOCK = (
+    96 * 1024
+)  # bytes of W; a block that reads no more leaves half of its SM to the next kernel's
 CLUSTERS = (1, 2)  # of 4 and 8 blocks not enough run at a time on an H200: they took twice as long
 HOPPER_SMS = (16, 32, 60, 64, 78, 114, 132)  # of its cards, and of parts of them (MIG)
 MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
@@ -327,12 +330,14 @@ def with_stages(plan: Plan, device: Device) -> Plan | None:
     sums = 4 * tiling.rows * columns * tiling.warps_k + SQUARES_BYTES
     if plan.cluster > 1:  # what blocks send each other, of two tiles; of squares; two barriers
         sums += 2 * 4 * tiling.rows * columns + 4 * plan.cluster * columns + 16
-    under_way = min(plan.block_chunks, -(-IN_FLIGHT // (2 * tiling.chunk * plan.tile_rows)))
-    wanted = max(MIN_STAGES, min(MAX_STAGES, under_way + 1))
-    stages = min(wanted, (device.smem_limit - sums) // stage)
-    if stages < MIN_STAGES:
-        return None
-    return replace(plan, stages=stages, smem_bytes=stages * stage + sums)
+    w_chunk = 2 * tiling.chunk * plan.tile_rows
+    wanted = min(MAX_STAGES, min(plan.block_chunks, -(-IN_FLIGHT // w_chunk)) + 1)
+    is_small = plan.block_chunks * w_chunk <= SMALL_BLOCK
+    for limit in ((device.smem_limit - 1024) // 2,) * is_small + (device.smem_limit,):
+        stages = min(max(MIN_STAGES, wanted), (limit - sums) // stage)
+        if stages >= MIN_STAGES:
+            return replace(plan, stages=stages, smem_bytes=stages * stage + sums)
+    return None
 
 
 def estimate(plan: Plan, n: int, k: int, device: Device) -> float:

@@ -5,6 +5,7 @@ Results are as exact as bfloat16 or float16 can say them: errors stay below twic
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,22 @@ def test_every_way_to_cut_a_product_up(m: int, n: int, k: int, norm_eps: float |
 def test_every_way_to_cut_a_gated_product_up(m: int, n: int, k: int) -> None:
     x, w, bias = numbers(m, k, scale=0.3), numbers(n, k, scale=k**-0.5), numbers(n)
     check_plans(x, w, bias, some_plans(op.column_tiles_for(m), n, k, True), EPS)
+
+
+@pytest.mark.parametrize("m", [16, 32, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_blocks_with_many_tiles_each(m: int, gated: bool) -> None:
+    """Stages, the exchange and, between a cluster's blocks, its two buffers are used again and again."""
+    n, k = 1008, 1096
+    x, w, bias = numbers(m, k, scale=0.3), numbers(n, k, scale=k**-0.5), numbers(n)
+    plans = some_plans(op.column_tiles_for(m), n, k, gated)
+    few = [
+        replace(plan, grid=min(plan.grid, blocks * plan.cluster))
+        for plan in plans
+        for blocks in (1, 2)
+    ]
+    for _ in range(5):
+        check_plans(x, w, bias, few, EPS)
 
 
 def check_plans(
@@ -291,7 +308,7 @@ def test_as_many_clusters_run_at_a_time_as_plans_assume(cluster: int) -> None:
 
     plans = [p for p in op.candidates(8, 3584, 3584, op.device_of()) if p.cluster == cluster]
     plan = max(plans, key=lambda p: p.smem_bytes)  # such that a block fills an SM
-    function = op.load(plan, BF16).load(torch.cuda.current_device()).ptr
+    function = op.load(plan, BF16, False).load(torch.cuda.current_device()).ptr
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import fused_product
+from engine.ops import fused_product, jit
 from engine.ops import narrow_gemm as op
 from engine.ops.narrow_gemm import Device, Plan, Tiling
 from tests.kernels import emulator
@@ -164,6 +164,27 @@ def test_a_residual_that_is_not_the_result() -> None:
     want = fused_product.reference(given.x.float(), given.w, norm_eps=EPS, residual=given.residual)
     assert_close(given.out, want)
     assert torch.equal(given.residual, before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", ["EMU_LATE", "EMU_BACKWARDS"])
+def test_sums_that_arrive_late_and_blocks_in_another_order(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Five tiles for each cluster: its two buffers and their barriers are used again."""
+    variant = op.variant
+
+    def scheduled(*args: object) -> jit.VariantSpec:
+        spec = variant(*args)  # type: ignore[arg-type]
+        return replace(spec, defines={**spec.defines, schedule: 1})
+
+    monkeypatch.setattr(op, "variant", scheduled)
+    given = Inputs(20, 250, 264, BF16)
+    plan = plan_of(LOW, 20, 2, 2, 26)
+    op.launch(given.x, given.w, given.bias, given.out, plan, EPS)
+    want = fused_product.reference(given.x.float(), given.w, given.bias, norm_eps=EPS)
+    assert_close(given.out, want)
+    assert given.nothing_else_was_written()
 
 
 @needs_compiler
