@@ -77,8 +77,8 @@ class Problem:
         self.rows = torch.arange(sequences, device="cuda", dtype=torch.int32)
         starts = [*accumulate([0] + [q_len] * sequences)][:-1]
         self.q_start = torch.tensor(starts, device="cuda", dtype=torch.int32)
-        shape = (sequences * q_len, num_heads, head_dim)
-        self.q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        tokens = sequences * q_len
+        self.q = torch.randn(tokens, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
         self.out = torch.full_like(self.q, float("nan"))
         self.flops = 4.0 * sequences * q_len * (kv_len - q_len / 2) * num_heads * head_dim
         self.picked, self.want = self.expected()
