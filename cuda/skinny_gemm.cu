@@ -26,7 +26,7 @@
 //   -DX_CHUNKS=n       > 0: a warp's chunks of x, at most n, stay in shared memory instead of in the ring,
 //                      for all tiles
 //   -DGATED=1          16 rows of W are 8 of gate, 8 of up: y = silu(x gate^T) * (x up^T)
-//   -DNORMED=1         each row of the product is divided by its x's root mean square
+//   -DNORMED=1         each row of the product is divided by sqrt(mean(x^2) + eps) of its row of x
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
 #include "common/dependent_launch.cuh"
