@@ -21,8 +21,8 @@
 //             shared memory of all (multicast), so that x comes out of L2 once for all of them. A stage is free
 //             when the consumers of all blocks have read it, full when what all have sent is there. With more
 //             tiles than blocks each block takes several, one after another, and loads do not stop in between.
-//   SPLIT=1   They take one tile, and each a share of its chunks: none reads all of x. In the end each leaves
-//             its sums in its shared memory and adds up a share of the tile, in order of the blocks.
+//   SPLIT=1   They take one tile, and each a share of its chunks: none reads all of x. In the end they send each
+//             other their sums, of some results to each block, which adds them in order of the blocks.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
 //   -DGROUPS_M=n -DHEIGHTS=n         rows of x: 64 GROUPS_M HEIGHTS
@@ -32,6 +32,7 @@
 //   -DNORMED=0|1 -DGATED=0|1 -DRESIDUAL=0|1
 #include "common/dtype.cuh"
 #include "common/cluster.cuh"
+#include "common/cluster_send.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/gate.cuh"
 #include "common/mma.cuh"
@@ -78,6 +79,9 @@ struct Ring {
   DEV u32 w(u32 stage) const { return stages + stage * STAGE + X_BYTES; }
   DEV u32 full(u32 stage) const { return barriers + 8 * stage; }
   DEV u32 empty(u32 stage) const { return barriers + 8 * (STAGES + stage); }
+  // SPLIT: all blocks of the cluster have read their stages; what they send to this one is there.
+  DEV u32 ready() const { return barriers + 16 * STAGES; }
+  DEV u32 received() const { return ready() + 8; }
 };
 
 // Where in the ring, and which parity the full barrier has when this round's bytes are there.
@@ -246,48 +250,65 @@ DEV void write(const Params& p, const Quartet& q, const float* sums, const float
   }
 }
 
-// Sums of a share of the chunks, in shared memory: a band's octets, 32 lanes each; then the squares of its rows,
-// 8 pairs of rows g and g + 8.
-constexpr int BAND_VECTORS = OCTETS * 32 + 8;
+// --- sums of a share of the chunks, to be added to those of the cluster's other blocks ---
+//
+// Quartets of all bands are dealt out to the blocks. They arrive where the stages were:
+//
+//   [quartets of this block] [CLUSTER senders]   octets of sums, 32 lanes each; NORMED: squares of rows g and g + 8
 
-DEV void leave_sums(float4* shared, int band, const float* sums, const float (&squares)[2]) {
-  const int lane = threadIdx.x & 31;
-  float4* mine = shared + band * BAND_VECTORS;
-#pragma unroll
-  for (int i = 0; i < OCTETS; i++)
-    mine[i * 32 + lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-  if (NORMED && (lane & 3) == 0) mine[OCTETS * 32 + (lane >> 2)] = make_float4(squares[0], squares[1], 0.f, 0.f);
+constexpr int MOST_OCTETS = OCTETS < 4 * BLENDED ? OCTETS : 4 * BLENDED;  // of sums, of a quartet
+constexpr int PARCEL = MOST_OCTETS * 32 + (NORMED ? 8 : 0);               // float4 of a quartet from a block
+constexpr int DEALT = (BANDS * QUARTETS + CLUSTER - 1) / CLUSTER;         // quartets of a block, at most
+static_assert(!SPLIT || DEALT * CLUSTER * PARCEL * 16 <= STAGES * STAGE, "parcels fit where the stages were");
+
+DEV u32 parcel_of(int item, int sender) { return (item / CLUSTER * CLUSTER + sender) * PARCEL; }
+DEV Quartet quartet_of(int item, int first_row) { return Quartet(item / QUARTETS, item % QUARTETS, first_row); }
+
+// Bytes that this block will receive.
+DEV u32 bytes_to_receive(const Params& p, const Share& share) {
+  u32 bytes = 0;
+  for (int item = share.rank; item < BANDS * QUARTETS; item += CLUSTER) {
+    const Quartet q = quartet_of(item, share.first_row);
+    if (q.row < p.m) bytes += CLUSTER * 16 * (q.count * BLENDED * 32 + (NORMED ? 8 : 0));
+  }
+  return bytes;
 }
 
-// One warp of a block: those quartets of the cluster's tile that are its own.
-DEV void add_shares(const Params& p, const float4* shared, const Share& share) {
+DEV void send(const Ring& ring, int item, int count, int sender, const float* sums, const float (&squares)[2]) {
+  const int lane = threadIdx.x & 31, receiver = item % CLUSTER;
+  const u32 to = ring.stages + parcel_of(item, sender) * 16;
+#pragma unroll
+  for (int i = 0; i < 4 * BLENDED; i++)
+    if (i < count * BLENDED)
+      send_float4(to + (i * 32 + lane) * 16, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]), ring.received(), receiver);
+  if (NORMED && (lane & 3) == 0)
+    send_float4(to + (MOST_OCTETS * 32 + (lane >> 2)) * 16, make_float4(squares[0], squares[1], 0.f, 0.f), ring.received(), receiver);
+}
+
+// One warp: quartets of this block.
+DEV void add_parcels(const Params& p, const Ring& ring, const Share& share) {
   const int lane = threadIdx.x & 31;
-  for (int i = (threadIdx.x >> 5) * CLUSTER + share.rank; i < BANDS * QUARTETS; i += 4 * CONSUMERS * CLUSTER) {
-    const int band = i / QUARTETS, quartet = i % QUARTETS;
-    const Quartet q(band, quartet, share.first_row);
+  for (int item = (threadIdx.x >> 5) * CLUSTER + share.rank; item < BANDS * QUARTETS; item += 4 * CONSUMERS * CLUSTER) {
+    const Quartet q = quartet_of(item, share.first_row);
     if (q.row >= p.m) continue;
     Bias bias;
     Residual residual;
     load_bias(p, q, bias);
     load_residual(p, q, residual);
-    const float4* first = shared + band * BAND_VECTORS + quartet * (4 * BLENDED * 32) + lane;
+    mbarrier_wait(ring.received(), 0);
     float sums[16 * BLENDED] = {}, factor[2] = {};
 #pragma unroll
-    for (int rank = 0; rank < CLUSTER; rank++) {
-      float4 v[4 * BLENDED];
+    for (int sender = 0; sender < CLUSTER; sender++) {
+      const float4* parcel = (const float4*)ring.memory + parcel_of(item, sender);
 #pragma unroll
-      for (int j = 0; j < 4 * BLENDED; j++)
-        if (j < q.count * BLENDED) v[j] = load_float4_of_block(smem_address((void*)(first + j * 32)), rank);
-#pragma unroll
-      for (int j = 0; j < 4 * BLENDED; j++)
-        if (j < q.count * BLENDED) {
-          sums[4 * j] += v[j].x, sums[4 * j + 1] += v[j].y;
-          sums[4 * j + 2] += v[j].z, sums[4 * j + 3] += v[j].w;
+      for (int i = 0; i < 4 * BLENDED; i++)
+        if (i < q.count * BLENDED) {
+          const float4 v = parcel[i * 32 + lane];
+          sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
         }
       if (NORMED) {
-        const float4* squares = shared + band * BAND_VECTORS + OCTETS * 32 + (lane >> 2);
-        const float4 of_rows = load_float4_of_block(smem_address((void*)squares), rank);
-        factor[0] += of_rows.x, factor[1] += of_rows.y;
+        const float4 squares = parcel[MOST_OCTETS * 32 + (lane >> 2)];
+        factor[0] += squares.x, factor[1] += squares.y;
       }
     }
     factor[0] = norm_factor(p, factor[0]), factor[1] = norm_factor(p, factor[1]);
@@ -381,13 +402,15 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
       }
     }
     if (SPLIT) {
-      named_barrier_sync(1, 128 * CONSUMERS);  // all have read the stages
-#pragma unroll
-      for (int h = 0; h < HEIGHTS; h++) leave_sums((float4*)ring.memory, first_band + 4 * h, sums[h], factor[h]);
-      continue;
+      if (lane < CLUSTER) mbarrier_arrive_at(ring.ready(), lane);
+      mbarrier_wait(ring.ready(), 0);
     }
     for_each_quartet([&](const Quartet& q, int h, int i) {
       if (q.row >= p.m) return;
+      if (SPLIT) {
+        send(ring, (first_band + 4 * h) * QUARTETS + i, q.count, share.rank, sums[h] + i * 16 * BLENDED, factor[h]);
+        return;
+      }
       if (!EARLY) load_addends(q, h, i);
       write(p, q, sums[h] + i * 16 * BLENDED, factor[h], bias[h][i], residual[h][i]);
     });
@@ -414,6 +437,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
       mbarrier_init(ring.full(i), 1);
       mbarrier_init(ring.empty(i), 4 * CONSUMERS * (MULTICAST ? CLUSTER : 1));  // one arrival per consumer warp
     }
+    if (SPLIT) {
+      mbarrier_init(ring.ready(), 4 * CONSUMERS * CLUSTER);
+      mbarrier_init(ring.received(), 1);
+      mbarrier_arrive_expect(ring.received(), bytes_to_receive(params, share));
+    }
     mbarrier_init_fence();
     fence_async_proxy();
     producer.start();
@@ -424,14 +452,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
   if (threadIdx.x >= 128 * CONSUMERS) {
     if (MOVES_REGISTERS) registers_give<24>();
     if (produces) producer.run();
-    if (SPLIT) cluster_sync();
   } else {
     if (MOVES_REGISTERS) registers_take<CONSUMERS == 2 ? 240 : 160>();
     consume(params, ring, share);
-    if (SPLIT) {
-      cluster_sync();  // all have left their sums
-      add_shares(params, (const float4*)ring.memory, share);
-    }
+    if (SPLIT) add_parcels(params, ring, share);
   }
-  if (CLUSTER > 1) cluster_meet();  // no block ends while others send to it or read from it
+  if (MULTICAST) cluster_meet();  // no block ends while others send to it
 }

@@ -101,18 +101,6 @@ TILINGS = (
 
 
 @dataclass(frozen=True)
-class Options:
-    """What surrounds a product: macros of the kernel. A bias needs none."""
-
-    normed: bool = False
-    gated: bool = False
-    residual: bool = False
-
-
-PLAIN = Options()
-
-
-@dataclass(frozen=True)
 class Plan:
     """How one product is cut up."""
 
@@ -123,6 +111,7 @@ class Plan:
     grid: int  # blocks
     rounds: int  # tiles, one after another, of the block that has most
     num_chunks: int  # of K
+    gated: bool
     stages: int = MIN_STAGES
 
     @property
@@ -143,13 +132,21 @@ class Plan:
 
     @property
     def smem_bytes(self) -> int:
-        """Of a block: alignment, stages, two barriers each."""
-        return ALIGNMENT + self.stages * (self.stage_bytes + 16)
+        """Of a block: alignment, stages with two barriers each, two more barriers."""
+        return ALIGNMENT + self.stages * (self.stage_bytes + 16) + 16
 
     @property
-    def sums_bytes(self) -> int:
-        """What a block of a split product leaves in the stages: sums, and squares of its rows."""
-        return 4 * self.tiling.rows * (self.tile + 2 * self.tiling.groups_n) if self.is_split else 0
+    def parcel_bytes(self) -> int:
+        """What a block of a split product receives, where its stages were: sums, and squares of its rows."""
+        if not self.is_split:
+            return 0
+        octets, blended = self.width // 8, 2 if self.gated else 1
+        bands, quartets = (
+            4 * self.tiling.consumers * self.tiling.heights,
+            -(-octets // (4 * blended)),
+        )
+        dealt = -(-bands * quartets // self.cluster)
+        return 16 * dealt * self.cluster * (32 * min(octets, 4 * blended) + 8)
 
     @property
     def x_box(self) -> int:
@@ -157,10 +154,12 @@ class Plan:
         return self.tiling.rows if self.is_split else self.tiling.rows // self.cluster
 
     def __str__(self) -> str:
-        share = "split" if self.is_split else "x"
+        """Clusters, x or / (split), blocks in each; warpgroups x rows of W; rounds; stages."""
+        share = "/" if self.is_split else "x"
+        rounds = f" r{self.rounds}" if self.rounds > 1 else ""
+        clusters = self.grid // self.cluster
         tile = f"{self.tiling.groups_n}x{self.width}"
-        rounds = f", {self.rounds} rounds" if self.rounds > 1 else ""
-        return f"{self.grid // self.cluster} {share} {self.cluster} blocks, {tile} rows, {self.stages} st{rounds}"
+        return f"{clusters}{share}{self.cluster} {tile}{rounds} s{self.stages}"
 
 
 def wide_gemm_sm90(
@@ -183,7 +182,7 @@ def wide_gemm_sm90(
     if out is None:
         out = torch.empty((m, n // 2 if gated else n), dtype=x.dtype, device=x.device)
     plan = prepare(rows_for(m), n, k, gated, x.device.index)
-    launch(x, w, bias, out, plan, norm_eps, gated, residual)
+    launch(x, w, bias, out, plan, norm_eps, residual)
     return out
 
 
@@ -194,12 +193,10 @@ def launch(
     out: Tensor,
     plan: Plan,
     norm_eps: float | None = None,
-    gated: bool = False,
     residual: Tensor | None = None,
 ) -> None:
     """The product by a given plan, for tensors within the contract."""
-    options = Options(norm_eps is not None, gated, residual is not None)
-    load(plan, x.dtype, options)(
+    load(plan, x.dtype, norm_eps is not None, residual is not None)(
         (plan.grid,),
         (plan.tiling.threads(plan.width),),
         (
@@ -306,8 +303,8 @@ def prepare(rows: int, n: int, k: int, gated: bool, device: int | None) -> Plan:
 
 
 @cache
-def load(plan: Plan, dtype: torch.dtype, options: Options) -> jit.Kernel:
-    spec = variant(plan, dtype, options)
+def load(plan: Plan, dtype: torch.dtype, normed: bool, residual: bool) -> jit.Kernel:
+    spec = variant(plan, dtype, normed, residual)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
 
 
@@ -341,11 +338,11 @@ def unstaged_plans(rows: int, n: int, k: int, device: Device, gated: bool) -> It
                 tiles = -(-n // (width * tiling.groups_n * cluster))  # of a cluster
                 actual = -(-tiles // limit)
                 grid = -(-tiles // actual) * cluster
-                yield Plan(tiling, width, cluster, False, grid, actual, num_chunks)
+                yield Plan(tiling, width, cluster, False, grid, actual, num_chunks, gated)
             width = width_for(n, limit, tiling, gated)
             if cluster > 1 and width is not None and num_chunks >= cluster:
                 grid = -(-n // (width * tiling.groups_n)) * cluster
-                yield Plan(tiling, width, cluster, True, grid, 1, num_chunks)
+                yield Plan(tiling, width, cluster, True, grid, 1, num_chunks, gated)
 
 
 def width_for(n: int, num_tiles: int, tiling: Tiling, gated: bool) -> int | None:
@@ -359,11 +356,11 @@ def width_for(n: int, num_tiles: int, tiling: Tiling, gated: bool) -> int | None
 def with_stages(plan: Plan, n: int, k: int, device: Device) -> Plan | None:
     """As many stages as it takes to have enough of W under way, or all that a block reads; None if too few fit."""
     each = plan.stage_bytes + 16
-    fitting = (device.smem_limit - LEFT_OVER - ALIGNMENT) // each
+    fitting = (device.smem_limit - LEFT_OVER - ALIGNMENT - 16) // each
     wanted = min(-(-IN_FLIGHT // (2 * CHUNK * plan.tile)), plan.units, MAX_STAGES)
     if 2 * n * k <= SMALL_BYTES:
         wanted = min(wanted, (SMALL_SMEM - ALIGNMENT) // each)
-    least = max(MIN_STAGES, -(-plan.sums_bytes // plan.stage_bytes))
+    least = max(MIN_STAGES, -(-plan.parcel_bytes // plan.stage_bytes))
     return replace(plan, stages=min(fitting, max(wanted, least))) if fitting >= least else None
 
 
@@ -386,10 +383,12 @@ def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
     time = WRITE_US + max(reading, working) + OVERLAP * min(reading, working)
     if plan.cluster > 1:
         time += CLUSTER_US
-    return time + (SPLIT_US + plan.sums_bytes / ADD_RATE if plan.is_split else 0.0)
+    return time + (SPLIT_US + plan.parcel_bytes / ADD_RATE if plan.is_split else 0.0)
 
 
-def variant(plan: Plan, dtype: torch.dtype, options: Options = PLAIN) -> jit.VariantSpec:
+def variant(
+    plan: Plan, dtype: torch.dtype, normed: bool = False, residual: bool = False
+) -> jit.VariantSpec:
     defines = {
         jit.scalar_define(dtype): 1,
         "GROUPS_M": plan.tiling.groups_m,
@@ -400,9 +399,9 @@ def variant(plan: Plan, dtype: torch.dtype, options: Options = PLAIN) -> jit.Var
         "STAGES": plan.stages,
         "CLUSTER": plan.cluster,
         "SPLIT": int(plan.is_split),
-        "NORMED": int(options.normed),
-        "GATED": int(options.gated),
-        "RESIDUAL": int(options.residual),
+        "NORMED": int(normed),
+        "GATED": int(plan.gated),
+        "RESIDUAL": int(residual),
     }
     return jit.VariantSpec(
         "wide_gemm_sm90.cu", "wide_gemm_sm90", defines, plan.smem_bytes, archs=("sm_90a",)
@@ -414,25 +413,35 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     given, on every card of that architecture."""
     devices = [device for device in devices_of(config.arch) if device.has_clusters]
     found = [
-        variant(make_plan(rows, n, k, device, options.gated), config.dtype, options)
+        variant(make_plan(rows, p.n, p.k, device, p.gated), config.dtype, p.normed, p.residual)
         for rows in ROWS
-        for n, k, options in products_of(config)
-        if supports(rows, n, k, config.dtype)
-        and any(pays(m, n, k) for m in range(1, rows + 1) if rows_for(m) == rows)
+        for p in products_of(config)
+        if supports(rows, p.n, p.k, config.dtype)
+        and any(pays(m, p.n, p.k) for m in range(1, rows + 1) if rows_for(m) == rows)
         for device in devices
     ]
     return [spec for i, spec in enumerate(found) if spec not in found[:i]]
 
 
-def products_of(config: jit.KernelConfig) -> list[tuple[int, int, Options]]:
-    """Rows and columns of a decoder's matrices, and how they are launched."""
+@dataclass(frozen=True)
+class Product:
+    """One of a decoder's, as it is launched."""
+
+    n: int
+    k: int
+    normed: bool = False
+    gated: bool = False
+    residual: bool = False
+
+
+def products_of(config: jit.KernelConfig) -> list[Product]:
     attention, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     gated = fused_product.can_interleave(2 * inner)
     return [
-        (attention + 2 * kv, hidden, Options(normed=True)),
-        (hidden, attention, Options(residual=True)),
-        (2 * inner, hidden, Options(normed=True, gated=gated)),
-        (hidden, inner, Options(residual=True)),
-        (config.vocab_size, hidden, PLAIN),
+        Product(attention + 2 * kv, hidden, normed=True),
+        Product(hidden, attention, residual=True),
+        Product(2 * inner, hidden, normed=True, gated=gated),
+        Product(hidden, inner, residual=True),
+        Product(config.vocab_size, hidden),
     ]

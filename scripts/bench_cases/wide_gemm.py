@@ -1,11 +1,12 @@
-"""Products of 32 to 256 rows by several plans each, and by torch's library, at the layers of two models; then
-behind a small kernel, as in a decode step: then launches depend on each other, but where a case says "apart".
+"""Products of 32 to 256 rows as a decoder has them, at the layers of two models: by the plan that
+engine/ops/wide_gemm_sm90.py chooses (with a star), by the best other plans, and torch's library's bare product.
+Then chains as in a decode step, whose launches depend on each other: one fused launch a link, against the
+library's product with kernels in front and behind.
 
-The plan that engine/ops/wide_gemm_sm90.py chooses has a star. Weights rotate, so that L2 does not hold them.
+Weights rotate, so that L2 does not hold them.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
@@ -14,91 +15,111 @@ from torch import Tensor
 
 from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as op
+from engine.ops.activation import silu_and_mul
 from engine.ops.narrow_gemm import device_of
 from engine.ops.rms_norm import rms_norm
+from engine.ops.wide_gemm_sm90 import Plan, Product
 from scripts.bench_cases import Case, Launch
 from scripts.bench_cases.narrow_gemm import by_library
 from scripts.bench_cases.skinny_gemm import LAYERS, num_bytes, numbers
 
-Multiply = Callable[[Tensor, Tensor], Tensor]
-
-ROWS = (32, 48, 64, 96, 128, 192, 256)
+ROWS = (32, 64, 128, 256)
 CHAIN_ROWS = (64, 128, 256)
-SIZES = {name: size for name, size in LAYERS.items() if not name.endswith("head")}
+FAR_BEHIND = 1.5
+EPS = 1e-6
+KINDS = {
+    "qkv": {"normed": True},
+    "o": {"residual": True},
+    "gate_up": {"normed": True, "gated": True},
+    "down": {"residual": True},
+}
+PRODUCTS = {
+    name: Product(n, k, **KINDS[kind])
+    for name, (n, k) in LAYERS.items()
+    if (kind := name.split()[1]) in KINDS
+}
 
 
 @cache
-def plans_of(m: int, n: int, k: int) -> list[op.Plan]:
-    """By their estimates: the best, the best of small clusters, and the best of those that divide tiles
-    where the first does not, or the other way round."""
-    device = device_of()
-    plans = op.candidates(op.columns_for(m), n, k, device)
+def plans_of(m: int, product: Product) -> list[Plan]:
+    """The best estimate, and the two best that share x otherwise, unless they are far behind."""
+    device, (n, k) = device_of(), (product.n, product.k)
+    plans = op.candidates(op.rows_for(m), n, k, device, product.gated)
     plans.sort(key=lambda plan: op.estimate(plan, n, k, device))
-    best = plans[0]
-    small = next(plan for plan in plans if plan.cluster <= 2)
-    other = [plan for plan in plans if plan.is_divided != best.is_divided]
-    return list(dict.fromkeys([best, small, *other[:1]]))
+    limit = FAR_BEHIND * op.estimate(plans[0], n, k, device)
+    best: dict[tuple[int, bool], Plan] = {}
+    for plan in plans:
+        if op.estimate(plan, n, k, device) <= limit:
+            best.setdefault((plan.cluster, plan.is_split), plan)
+    return list(best.values())[:3]
 
 
 @cache
 def compile_all() -> None:
     """In several processes, before the first case."""
-    plans = [plan for n, k in SIZES.values() for m in ROWS for plan in plans_of(m, n, k)]
-    specs = {str(spec): spec for spec in (op.variant(plan, torch.bfloat16) for plan in plans)}
-    jit.prebuild(list(specs.values()))
+    products = [(p, plan) for p in PRODUCTS.values() for m in ROWS for plan in plans_of(m, p)]
+    specs = [op.variant(plan, torch.bfloat16, p.normed, p.residual) for p, plan in products]
+    jit.prebuild(list({str(spec): spec for spec in specs}.values()))
 
 
-def by_plan(plan: op.Plan, m: int, n: int, k: int, copies: int) -> list[Launch]:
+def tensors(m: int, product: Product) -> tuple[Tensor, Tensor, Tensor]:
+    """x, W, and the result, which is the residual if there is one."""
+    outputs = product.n // 2 if product.gated else product.n
+    return numbers(m, product.k), numbers(product.n, product.k), numbers(m, outputs)
+
+
+def by_plan(plan: Plan, m: int, product: Product, copies: int) -> list[Launch]:
     compile_all()
-    return [
-        partial(op.launch, numbers(m, k), numbers(n, k), None, numbers(m, n), plan)
-        for _ in range(copies)
-    ]
+    launches: list[Launch] = []
+    for _ in range(copies):
+        x, w, out = tensors(m, product)
+        launches.append(partial(fused, plan, product, x, w, out))
+    return launches
 
 
-def library(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, w)
+def fused(plan: Plan, product: Product, x: Tensor, w: Tensor, out: Tensor) -> None:
+    norm_eps = EPS if product.normed else None
+    op.launch(x, w, None, out, plan, norm_eps, out if product.residual else None)
 
 
-def ours(plan: op.Plan, x: Tensor, w: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0], w.shape[0])
-    op.launch(x, w, None, out, plan)
-    return out
+def library(product: Product, x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    if product.residual:
+        return out.addmm_(x, w.t())
+    y = F.linear(rms_norm(x, None, EPS), w)
+    return silu_and_mul(y, interleaved=True) if product.gated else y
 
 
-def chain(multiply: Multiply, dependent: bool, m: int, n: int, k: int, copies: int) -> list[Launch]:
-    """Each launch is of a small kernel and of the product of what it wrote."""
+def chain(
+    link: Callable[[Tensor, Tensor, Tensor], object], m: int, product: Product, copies: int
+) -> list[Launch]:
+    """Each link is started behind the one before, which it need not wait for to fetch weights."""
     compile_all()
-    norm_weight = numbers(k)
 
-    def step(source: Tensor, w: Tensor) -> Tensor:
-        with jit.dependent_launches() if dependent else nullcontext():
-            return multiply(rms_norm(source, norm_weight, 1e-6), w)
+    def launch(x: Tensor, w: Tensor, out: Tensor) -> object:
+        with jit.dependent_launches():
+            return link(x, w, out)
 
-    return [partial(step, numbers(m, k), numbers(n, k)) for _ in range(copies)]
+    return [partial(launch, *tensors(m, product)) for _ in range(copies)]
 
 
 def bench_cases() -> list[Case]:
     if torch.cuda.is_available() and jit.device_arch() != "sm_90a":
         return []
     cases = []
-    for name, (n, k) in SIZES.items():
+    for name, product in PRODUCTS.items():
+        n, k = product.n, product.k
         for m in ROWS:
             traffic, flops, title = num_bytes(m, n, k), 2.0 * m * n * k, f"wide_gemm {name} M={m}"
             cases.append(Case(f"{title} library", partial(by_library, m, n, k), traffic, flops))
-            for i, plan in enumerate(plans_of(m, n, k)):
+            for i, plan in enumerate(plans_of(m, product)[: 1 if m == 32 else None]):
                 label = f"{title}{'*' if i == 0 else ''} {plan}"
-                cases.append(Case(label, partial(by_plan, plan, m, n, k), traffic, flops))
-    for name, (n, k) in SIZES.items():
+                cases.append(Case(label, partial(by_plan, plan, m, product), traffic, flops))
+    for name, product in PRODUCTS.items():
         for m in CHAIN_ROWS:
-            best = plans_of(m, n, k)[0]
-            ways: list[tuple[str, Multiply, bool]] = [
-                ("library", library, True),
-                (f"{best}, apart", partial(ours, best), False),
-            ]
-            ways += [(f"{plan}", partial(ours, plan), True) for plan in plans_of(m, n, k)]
-            for label, multiply, dependent in ways:
-                setup = partial(chain, multiply, dependent, m, n, k)
+            traffic = num_bytes(m, product.n, product.k)
+            best = plans_of(m, product)[0]
+            links = {"library": partial(library, product), "*": partial(fused, best, product)}
+            for label, link in links.items():
                 title = f"wide_gemm chain {name} M={m} {label}"
-                cases.append(Case(title, setup, num_bytes(m, n, k)))
+                cases.append(Case(title, partial(chain, link, m, product), traffic))
     return cases

@@ -18,7 +18,7 @@ from engine.ops import wide_gemm_sm90 as op
 from engine.ops.linear import linear
 from engine.ops.narrow_gemm import device_of
 from engine.ops.rms_norm import rms_norm
-from engine.ops.wide_gemm_sm90 import Options, Plan
+from engine.ops.wide_gemm_sm90 import Plan
 from tests.gpu.test_skinny_gemm import BF16, FP16, NAN, assert_close, limit, numbers
 
 ROWS = (1, 32, 33, 47, 63, 64, 65, 97, 127, 128, 129, 191, 192, 193, 255, 256)
@@ -41,17 +41,14 @@ LAYERS = [(896, 4864), (576, 1536), (3584, 18944)]  # hidden and intermediate si
 # As a decoder launches products, and all together
 OPTIONS = ["normed", "bias normed", "residual", "bias residual", "normed gated", "bias normed gated",
            "bias normed gated residual"]  # fmt: skip
-ALL = Options(normed=True, gated=True, residual=True)
 variant_of_product = op.variant
 
 
-def trapping(plan: Plan, dtype: torch.dtype, options: Options = op.PLAIN) -> jit.VariantSpec:
-    spec = variant_of_product(plan, dtype, options)
+def trapping(
+    plan: Plan, dtype: torch.dtype, normed: bool = False, residual: bool = False
+) -> jit.VariantSpec:
+    spec = variant_of_product(plan, dtype, normed, residual)
     return replace(spec, defines={**spec.defines, "SLUICE_TRAP": 1})
-
-
-def options_of(text: str) -> Options:
-    return Options("normed" in text, "gated" in text, "residual" in text)
 
 
 def different_plans(rows: int, n: int, k: int, gated: bool = False) -> list[Plan]:
@@ -68,15 +65,17 @@ def different_plans(rows: int, n: int, k: int, gated: bool = False) -> list[Plan
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """In several processes, ahead of what would otherwise be one after another."""
-    wanted = []
+    wanted: list[tuple[Plan, torch.dtype, bool, bool]] = []
     for rows in op.ROWS:
-        wanted += [(op.prepare(rows, n, k, False, 0), BF16, op.PLAIN) for n, k in SHAPES]
+        wanted += [(op.prepare(rows, n, k, False, 0), BF16, False, False) for n, k in SHAPES]
         for n, k, dtype in FUSED_SHAPES:
-            for options in dict.fromkeys(map(options_of, OPTIONS)):
-                wanted.append((op.prepare(rows, n, k, options.gated, 0), dtype, options))
+            for text in OPTIONS:
+                plan = op.prepare(rows, n, k, "gated" in text, 0)
+                wanted.append((plan, dtype, "normed" in text, "residual" in text))
         for n, k in PLANNED_SHAPES:
-            wanted += [(plan, BF16, op.PLAIN) for plan in different_plans(rows, n, k)]
-            wanted += [(plan, BF16, ALL) for plan in different_plans(rows, n, k, gated=True)]
+            wanted += [(plan, BF16, False, False) for plan in different_plans(rows, n, k)]
+            gated = different_plans(rows, n, k, gated=True)
+            wanted += [(plan, BF16, True, True) for plan in gated]
     jit.prebuild(list({str(spec): spec for spec in (trapping(*one) for one in wanted)}.values()))
 
 
@@ -144,7 +143,7 @@ def test_every_way_to_cut_a_product_up(m: int, n: int, k: int, all_options: bool
     want = reference(x, w, bias, norm_eps=norm_eps, gated=all_options, residual=residual)
     for plan in different_plans(op.rows_for(m), n, k, all_options):
         out = torch.full(want.shape, NAN, dtype=BF16, device="cuda")
-        op.launch(x, w, bias, out, plan, norm_eps, all_options, residual)
+        op.launch(x, w, bias, out, plan, norm_eps, residual)
         try:
             assert_close(out, want, limit(BF16))
         except AssertionError as error:
@@ -177,9 +176,9 @@ def test_the_same_bits_every_time(m: int, n: int, k: int) -> None:
     )
     for plan in different_plans(op.rows_for(m), n, k, gated=True):
         want, got = (torch.empty(m, n // 2, dtype=BF16, device="cuda") for _ in range(2))
-        op.launch(x, w, bias, want, plan, EPS, True, residual)
+        op.launch(x, w, bias, want, plan, EPS, residual)
         for run in range(20):
-            op.launch(x, w, bias, got, plan, EPS, True, residual)
+            op.launch(x, w, bias, got, plan, EPS, residual)
             differing = int((got != want).sum())
             assert differing == 0, f"{plan}, run {run}: {differing} numbers differ"
 
@@ -278,7 +277,7 @@ def test_every_plan_behind_a_kernel_that_writes_x(
         inputs.clear()
         for plan, out in zip(plans, outs, strict=True):
             inputs.append(rms_norm(source, scale, 1e-6))
-            op.launch(inputs[-1], w, None, out, plan, EPS, True, residual)
+            op.launch(inputs[-1], w, None, out, plan, EPS, residual)
 
     with jit.dependent_launches():
         replay = graph_replay(work)
@@ -317,7 +316,7 @@ def test_as_many_clusters_run_at_a_time_as_plans_assume(rows: int, cluster: int)
 
     plans = [p for p in op.candidates(rows, 3584, 3584, device_of()) if p.cluster == cluster]
     plan = max(plans, key=lambda p: p.smem_bytes)  # such that a block fills an SM
-    function = op.load(plan, BF16, op.PLAIN).load(torch.cuda.current_device()).ptr
+    function = op.load(plan, BF16, False, False).load(torch.cuda.current_device()).ptr
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
