@@ -281,7 +281,8 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i++) {
         const float x = s[i] * p.scale_log2 - (i & 2 ? row1.shift : row0.shift);
-        s[i] = POLYNOMIAL > 0 && i % (POLYNOMIAL + !POLYNOMIAL) == POLYNOMIAL - 1 ? exp2_polynomial(x) : exp2_fast(x);
+        const int column = i / 4 * 2 + (i & 1);  // of both rows: a query's place among the rows must not matter
+        s[i] = POLYNOMIAL > 0 && column % (POLYNOMIAL + !POLYNOMIAL) == POLYNOMIAL - 1 ? exp2_polynomial(x) : exp2_fast(x);
       }
       wgmma_results(s);
     };
