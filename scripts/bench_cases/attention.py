@@ -1,7 +1,9 @@
 """Paged attention: decode over batches and contexts that bind differently, and prefill on any GPU.
 
 Decode reads every cached key and value once: its bytes. A case includes no planning, which is once a
-step and not once a layer; plan_decode has cases of its own.
+step and not once a layer; plan_decode has cases of its own. A "decode chain" is what a layer launches from
+its qkv product to attention, each kernel started early, as in decode graphs: with rotation in a kernel of
+its own, or within attention.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,10 @@ from functools import partial
 import torch
 
 from engine.ops import jit, paged_decode, paged_prefill
+from engine.ops.linear import fused_linear
 from engine.ops.plan_decode import DecodePlan, PlanLimits, plan_decode
+from engine.ops.rope_and_cache import rope_and_cache
+from engine.ops.rotated_decode import rotated_decode
 from scripts.bench_cases import Case, Launch
 
 BF16 = torch.bfloat16
@@ -24,6 +29,14 @@ class Heads:
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def hidden_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
 
 B8 = Heads("8B", 32, 8, 128)
 B7 = Heads("7B", 28, 4, 128)
@@ -34,6 +47,7 @@ DECODES = [  # (batch, context)
     *((64, 1024), (128, 2048), (256, 512), (256, 2048)),
 ]
 STEP_DECODES = [(batch, 1024) for batch in (1, 8, 32, 64, 128, 256)]  # the figures to beat
+CHAINS = [(batch, 1000) for batch in (1, 8, 64, 256)]
 RAGGED = (200, 1500)  # batch, mean context; lengths from a fifth of it to nine fifths
 PREFILLS = [(1, 2048, 2048), (1, 8192, 8192), (1, 16384, 16384), (1, 2048, 32768), (16, 512, 512)]
 
@@ -46,6 +60,8 @@ def bench_cases() -> list[Case]:
     for heads in (B7, HALF_B):
         cases += [decode(heads, batch, context, 64) for batch, context in STEP_DECODES]
         cases += [decode(heads, *RAGGED, 64, is_ragged=True)]
+    for heads in (B7, HALF_B):
+        cases += [chain(heads, *size, fused) for size in CHAINS for fused in (True, False)]
     cases += [decode(B8, *RAGGED, 64, is_ragged=True)]
     cases += [decode(B8, batch, context, 64, is_fixed=True) for batch, context in DECODES]
     cases += [plan(batch) for batch in (1, 64, 256, 1024)]
@@ -107,6 +123,66 @@ def decode(
     name = " ".join(["paged_decode", *kinds, f"{heads.name} B={batch} ctx={context} b{block_size}"])
     per_token = 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize
     return Case(name, setup, num_bytes=float(lens.sum()) * per_token)
+
+
+@dataclass
+class Chain:
+    """A layer's weights and cache, and the buffers of a step that all layers share."""
+
+    weight: torch.Tensor
+    caches: list[torch.Tensor]
+    table: torch.Tensor
+    slots: torch.Tensor
+    x: torch.Tensor
+    angles: torch.Tensor
+    work: DecodePlan
+    scratch: paged_decode.DecodeScratch
+
+    def __call__(self, heads: Heads, fused: bool) -> torch.Tensor:
+        out = self.x.new_empty((len(self.x), heads.num_heads, heads.head_dim))
+        attention = (self.table, self.work, self.scratch, heads.head_dim**-0.5, out)
+        cos, sin = self.angles.chunk(2, -1)
+        with jit.dependent_launches():
+            qkv = fused_linear(self.x, self.weight, norm_eps=1e-6)
+            if fused:
+                rotated_decode(qkv, cos, sin, *self.caches, *attention)
+            else:
+                q = rope_and_cache(qkv, cos, sin, self.slots, *self.caches, heads.num_heads)
+                paged_decode.paged_decode(q, *self.caches, *attention)
+        return out
+
+
+def chain(heads: Heads, batch: int, context: int, fused: bool) -> Case:
+    block_size = 64
+
+    def setup(copies: int) -> list[Launch]:
+        device = torch.device("cuda")
+        limits = limits_of(heads, BF16, context)
+        work = DecodePlan.allocate(limits, batch, device)
+        rows = torch.arange(batch, device="cuda", dtype=torch.int32)
+        plan_decode(work, torch.full_like(rows, context), rows, None)
+        scratch = paged_decode.DecodeScratch.allocate(
+            limits, batch, heads.num_heads, heads.head_dim, device
+        )
+        per_row = -(-context // block_size)
+        theta = torch.rand(batch, 1, heads.head_dim // 2, device="cuda")
+        angles = torch.cat((theta.cos(), theta.sin()), -1)
+        x = torch.randn(batch, heads.hidden_size, device="cuda", dtype=BF16)
+        launches: list[Launch] = []
+        for _ in range(copies):
+            placement = 1 + torch.randperm(batch * per_row, device="cuda", dtype=torch.int32)
+            table = placement.view(batch, per_row)
+            slots = table[:, (context - 1) // block_size] * block_size + (context - 1) % block_size
+            weight = torch.randn(heads.qkv_size, heads.hidden_size, device="cuda", dtype=BF16)
+            caches = [random_cache(heads, batch * per_row + 1, block_size, BF16) for _ in range(2)]
+            layer = Chain(weight, caches, table, slots.long(), x, angles, work, scratch)
+            launches.append(partial(layer, heads, fused))
+        return launches
+
+    kind = "fused" if fused else "apart"
+    cached = 2 * heads.num_kv_heads * heads.head_dim * batch * context
+    num_bytes = 2.0 * (cached + heads.qkv_size * heads.hidden_size)
+    return Case(f"decode chain {kind} {heads.name} B={batch} ctx={context}", setup, num_bytes)
 
 
 def limits_of(

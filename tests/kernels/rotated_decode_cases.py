@@ -55,10 +55,12 @@ class Step:
         self.context.block_table[0] = 0
         for cache in (self.context.k_cache, self.context.v_cache):
             cache.view(torch.uint8)[0] = 0
+        self.pristine = self.caches()
         self.draw(self.context.lens)
 
     def draw(self, lens: list[int]) -> None:
-        """New numbers, for as many rows of the context; in place, as a graph holds the tensors."""
+        """New numbers for the first len(lens) rows, none longer than the context's; in place, as a graph
+        holds the tensors."""
         count = len(lens)
         self.lens = lens
         self.qkv.copy_(torch.randn(self.qkv.shape))
@@ -73,8 +75,10 @@ class Step:
         blocks = self.context.block_table[self.rows.long(), newest // size]
         self.slots.copy_(torch.where(self.seq_lens > 0, blocks * size + newest % size, 0))
         block, offset = self.slots[:count] // size, self.slots[:count] % size
-        for cache in (self.context.k_cache, self.context.v_cache):
-            cache.view(torch.uint8)[block, :, offset] = NAN_BYTE[cache.dtype.itemsize]
+        caches = (self.context.k_cache, self.context.v_cache)
+        for cache, pristine in zip(caches, self.pristine, strict=True):
+            numbers = cache.view(torch.uint8).copy_(pristine.view(torch.uint8))
+            numbers[block, :, offset] = NAN_BYTE[cache.dtype.itemsize]
 
     def caches(self) -> list[Tensor]:
         """Copies."""
