@@ -450,10 +450,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
   grid_dependency_wait();  // x and the residual are read and out is written from here on
   grid_dependency_launch();
   if (threadIdx.x >= 128 * CONSUMERS) {
-    if (MOVES_REGISTERS) registers_give<24>();
+    if (MOVES_REGISTERS) registers_give<40>();
     if (produces) producer.run();
   } else {
-    if (MOVES_REGISTERS) registers_take<CONSUMERS == 2 ? 240 : 160>();
+    if (MOVES_REGISTERS) registers_take<CONSUMERS == 2 ? 232 : 152>();
     consume(params, ring, share);
     if (SPLIT) add_parcels(params, ring, share);
   }

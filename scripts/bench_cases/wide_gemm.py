@@ -25,7 +25,7 @@ from scripts.bench_cases.skinny_gemm import LAYERS, num_bytes, numbers
 
 ROWS = (32, 64, 128, 256)
 CHAIN_ROWS = (64, 128, 256)
-FAR_BEHIND = 1.5
+FAR_BEHIND = 1.3
 EPS = 1e-6
 KINDS = {
     "qkv": {"normed": True},
