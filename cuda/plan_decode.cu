@@ -15,6 +15,7 @@ constexpr int MIN_CHUNK = 128;
 constexpr int CANDIDATES = 2 * WARPS;
 constexpr int ALONE = 3;           // shares of the memory's rate that a thread block can read at
 constexpr int BUCKETS = 32;        // of lengths, to start with the longest
+constexpr int INT_MAX = 0x7fffffff;
 constexpr int FIXED_MIN_CHUNK = 256, FIXED_MAX_PARTS = 32;
 
 DEV int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -55,12 +56,11 @@ DEV u64 exclusive_sum(u64 value, u64* shared, u64& total) {
 extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
     WorkItem* __restrict__ work, int* __restrict__ num_work,
     const int* seq_lens, const int* rows,
-    int batch, int window, int blocks_per_item, int slots, int item_tokens, int max_items, int max_parts,
-    int fixed_chunk)
+    int batch, int window, int items_at_once, int item_tokens, int max_items, int max_parts, int fixed_chunk)
 {
   __shared__ int spans[THREADS];
   __shared__ u64 sums[WARPS + 1];
-  __shared__ i64 costs[CANDIDATES];
+  __shared__ int costs[CANDIDATES];
   __shared__ int longest_of[WARPS], best_chunk;
   __shared__ u64 bucket_counts[BUCKETS * WARPS];
   const int i = threadIdx.x, warp = i >> 5, lane = i & 31;
@@ -98,23 +98,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
         parts += __shfl_xor_sync(~0u, parts, d);
       }
       if (lane == 0) {
-        const i64 waves = ((i64)items * blocks_per_item + slots - 1) / slots;
-        const i64 mean = (i64)(tokens / items);
+        // 32-bit divisions: those of 64 bits were a third of this kernel's time
+        const int waves = ceil_div(items, items_at_once), mean = (int)tokens / items;
         const int longest_parts = ceil_div(longest, size);
-        const i64 cost = longest_parts > 1
+        const int cost = longest_parts > 1
             ? waves * (mean + item_tokens) + size - mean + item_tokens * 3 / 4 + longest_parts
-            : max((i64)tokens * blocks_per_item / slots, (i64)(longest / ALONE)) + waves * item_tokens;
-        costs[c] = items <= max_items && parts <= max_parts ? cost : (i64)1 << 50;
+            : max((int)tokens / items_at_once, longest / ALONE) + waves * item_tokens;
+        costs[c] = items <= max_items && parts <= max_parts ? cost : INT_MAX;
       }
     }
     __syncthreads();
     if (warp == 0) {
-      const i64 low = costs[lane], high = costs[lane + 32];
-      i64 best = min(low, high);
+      const int low = costs[lane], high = costs[lane + 32];
+      int best = min(low, high);
       for (int d = 16; d > 0; d /= 2) best = min(best, __shfl_xor_sync(~0u, best, d));
       // of those within 2% of the best, the one with the fewest parts
-      const u32 first_half = __ballot_sync(~0u, low * 50 <= best * 51);
-      const u32 second_half = __ballot_sync(~0u, high * 50 <= best * 51);
+      const u32 first_half = __ballot_sync(~0u, (i64)low * 50 <= (i64)best * 51);
+      const u32 second_half = __ballot_sync(~0u, (i64)high * 50 <= (i64)best * 51);
       const int c = first_half ? __ffs(first_half) - 1 : 31 + __ffs(second_half);
       if (lane == 0) best_chunk = max(MIN_CHUNK, round_up(ceil_div(longest, candidate_parts(c)), STEP));
     }
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(
 
   // Places of the last items, behind all whole chunks: by length in buckets, longest first, then by row.
   const int largest = max(1, min(longest, fixed_chunk ? fixed_chunk_of(longest) : chunk));
-  const int bucket = real ? BUCKETS - 1 - (int)((i64)last_span * (BUCKETS - 1) / largest) : BUCKETS;
+  const int bucket = real ? BUCKETS - 1 - last_span * (BUCKETS - 1) / largest : BUCKETS;
   const u32 peers = __match_any_sync(~0u, bucket);
   bucket_counts[lane * WARPS + warp] = 0;
   __syncwarp();

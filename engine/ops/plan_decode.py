@@ -10,12 +10,12 @@ Contract
     multiples of 64 from the row's first tile of 16 tokens. Long items come first.
 
 Two ways to choose the chunk, the tokens of an item:
-    by batch   of 64 sizes, the one with the least estimated time. With n items for each KV head of T tokens
-               in all, on `slots` thread blocks at a time,
+    by batch   of 64 sizes, the one with the least estimated time. With n items of T tokens in all, of which
+               a device works on `items_at_once`,
                    waves * (T / n + item_tokens) + (longest item - T / n) + merge + parts of the longest row,
-               where waves = ceil(n * heads / slots), item_tokens stands for an item's fixed cost, and merge, of
+               where waves = ceil(n / items_at_once), item_tokens stands for an item's fixed cost, and merge, of
                split rows, is three quarters of that. If no row is split,
-                   max(T * heads / slots, longest row / ALONE) + waves * item_tokens,
+                   max(T / items_at_once, longest row / ALONE) + waves * item_tokens,
                as a thread block can read ALONE times its share while others are missing. Within
                2%, the fewest parts.
     fixed      by the row's own length, so that its result does not depend on the batch: at most 32 parts,
@@ -41,6 +41,7 @@ THREADS = MAX_BATCH = 1024
 TILE, STEP, MIN_CHUNK, BUCKETS = 16, 64, 128, 32
 FIXED_MIN_CHUNK, FIXED_MAX_PARTS = 256, 32
 ALONE = 3  # 5 were measured for a single block on an H200
+INT_MAX = (1 << 31) - 1
 CANDIDATE_PARTS = [*range(1, 33), *range(40, MAX_PARTS + 1, 8)]
 
 
@@ -55,6 +56,10 @@ class PlanLimits:
     is_fixed: bool = False  # chunks by length alone
     max_tokens: int = 1 << 20  # of a row
     item_tokens: int = 96  # what an item costs before its first token and after its last, in tokens
+
+    @property
+    def items_at_once(self) -> int:
+        return max(1, self.slots // self.blocks_per_item)
 
     def max_parts(self, batch: int) -> int:
         """Parts of split rows in a plan of `batch` rows: what the buffers for partial results hold."""
@@ -120,8 +125,7 @@ def launch(plan: DecodePlan, seq_lens: Tensor, rows: Tensor, window: int | None)
             rows.data_ptr(),
             np.int32(plan.batch),
             np.int32(window or 0),
-            np.int32(limits.blocks_per_item),
-            np.int32(limits.slots),
+            np.int32(limits.items_at_once),
             np.int32(limits.item_tokens),
             np.int32(limits.max_items(plan.batch)),
             np.int32(limits.max_parts(plan.batch)),
@@ -177,18 +181,18 @@ def best_chunk(spans: npt.NDArray[np.int64], limits: PlanLimits) -> npt.NDArray[
         size = max(MIN_CHUNK, -(-even // STEP) * STEP)
         parts = np.maximum(1, -(-spans // size))
         items, partial = int(parts.sum()), int(parts[parts > 1].sum())
-        waves = -(-items * limits.blocks_per_item // limits.slots)
+        waves = -(-items // limits.items_at_once)
         mean = tokens // items
         longest_parts = -(-longest // size)
         if longest_parts > 1:
             merge = limits.item_tokens * 3 // 4
             cost = waves * (mean + limits.item_tokens) + size - mean + merge + longest_parts
         else:
-            share = tokens * limits.blocks_per_item // limits.slots
+            share = tokens // limits.items_at_once
             cost = max(share, longest // ALONE) + waves * limits.item_tokens
         fits = items <= limits.max_items(batch) and partial <= limits.max_parts(batch)
         sizes.append(size)
-        costs.append(cost if fits else 1 << 50)
+        costs.append(cost if fits else INT_MAX)
     best = min(costs)
     chosen = next(s for s, cost in zip(sizes, costs, strict=True) if cost * 50 <= best * 51)
     return np.full(batch, chosen)
