@@ -278,7 +278,6 @@ def test_every_tiling_compiles_without_spills_or_remarks() -> None:
     jobs = []
     for tiling in op.TILINGS:
         for width in (*NARROWER[tiling], tiling.widest):
-            gated = width % 16 == 0
             for split, normed, residual in [
                 (False, True, False),
                 (False, False, True),
