@@ -18,6 +18,7 @@
 // is computed only for the few rivals whose bound reaches the best lower bound.
 //
 // All sums are of integers (weights in units of 2**-40) or in an order that depends on V alone.
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
@@ -116,12 +117,13 @@ DEV float slice_mass(const float (&x)[OCTETS_PER_THREAD][OCTET], float best) {
 extern "C" __global__ void __launch_bounds__(SLICE_THREADS, SAMPLING_CLASS == 2 ? 3 : 4) sample_slices(
     Part* __restrict__ parts,             // [rows, slices]
     u32* __restrict__ groups,             // [rows, slices * SLICE / GROUP] ordered
-    const scalar_t* __restrict__ logits,  // [rows, V], rows `stride` apart
-    const u8* __restrict__ masks,         // [rows, V bits in words of 32] or null
-    const int* __restrict__ rows, const int* __restrict__ positions,
-    const RowParams* __restrict__ params, i64 stride, int vocab_size, int is_aligned)
+    const scalar_t* logits,               // [rows, V], rows `stride` apart
+    const u8* masks,                      // [rows, V bits in words of 32] or null
+    const int* rows, const int* positions, const RowParams* params, i64 stride, int vocab_size, int is_aligned)
 {
   __shared__ u64 shared_best[SLICE_THREADS / 32];
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int index = blockIdx.y;
   const Row row =
       row_of(index, logits, stride, masks, rows, positions, params, vocab_size, is_aligned);
@@ -214,11 +216,12 @@ sample_rows(
     i64* __restrict__ token_ids,   // [rows]
     u8* __restrict__ is_bad,       // [rows]
     i64* __restrict__ last_token,  // by row number, or null
-    const Part* __restrict__ parts, const u32* __restrict__ groups,
-    const scalar_t* __restrict__ logits, const u8* __restrict__ masks, const int* __restrict__ rows,
-    const int* __restrict__ positions, const RowParams* __restrict__ params, i64 stride,
-    int vocab_size, int is_aligned, int num_slices)
+    const Part* parts, const u32* groups,  // of sample_slices
+    const scalar_t* logits, const u8* masks, const int* rows, const int* positions, const RowParams* params,
+    i64 stride, int vocab_size, int is_aligned, int num_slices)
 {
+  grid_dependency_wait();
+  grid_dependency_launch();
   const int index = blockIdx.x;
   parts += (i64)index * num_slices;
   const Part all = join_parts(parts, num_slices);
