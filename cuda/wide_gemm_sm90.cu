@@ -59,7 +59,7 @@ static_assert(X_SHARE % 8 == 0, "shares start where the swizzle does");
 // Where sums are more, a whole warpgroup fetches and gives its registers to the others.
 constexpr bool MOVES_REGISTERS = THREADS == 128 * (CONSUMERS + 1);
 // So that blocks of the next kernel find registers beside this one's.
-constexpr int BLOCKS_PER_SM = CONSUMERS <= 2 && HEIGHTS * WIDTH <= 80 ? 2 : 1;
+constexpr int BLOCKS_PER_SM = CONSUMERS <= 2 && HEIGHTS * WIDTH <= 80 && !(SPLIT && GATED) ? 2 : 1;
 // Where registers are left, bias and residual are on their way during the products.
 constexpr bool EARLY = !SPLIT && HEIGHTS * WIDTH <= 64;
 
