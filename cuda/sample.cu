@@ -125,15 +125,16 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS, SAMPLING_CLASS == 2 
   grid_dependency_wait();
   grid_dependency_launch();
   const int index = blockIdx.y;
-  const Row row =
-      row_of(index, logits, stride, masks, rows, positions, params, vocab_size, is_aligned);
   float x[OCTETS_PER_THREAD][OCTET];
   int first[OCTETS_PER_THREAD];
 #pragma unroll
   for (int o = 0; o < OCTETS_PER_THREAD; o++) {
     first[o] = blockIdx.x * SLICE + (o * SLICE_THREADS + threadIdx.x) * OCTET;
-    raw_octet(row.logits, first[o], vocab_size, row.is_aligned, x[o]);
+    raw_octet(logits + index * stride, first[o], vocab_size, is_aligned, x[o]);
   }
+  // behind the logits' loads: it waits for one number to load the next
+  const Row row =
+      row_of(index, logits, stride, masks, rows, positions, params, vocab_size, is_aligned);
   bool is_bad = false;
 #pragma unroll
   for (int o = 0; o < OCTETS_PER_THREAD; o++) {
