@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.layers.norm import RmsNorm
 from engine.ops.activation import silu_and_mul
-from engine.ops.fused_product import can_interleave, fold_norm, interleave
+from engine.ops.fused_product import can_fold, can_interleave, fold_norm, interleave_in_place
 from engine.ops.linear import fused_linear, linear, pack_weight
 from engine.weights.slots import Slot, Source
 
@@ -42,6 +42,7 @@ class Linear:
         self.norm = norm
         self.is_gated = gated
         self.is_fused = fused
+        self.is_folded = fused and norm is not None  # the norm's weight, into this one's
         self.is_interleaved = fused and gated and can_interleave(sum(rows for _, rows in sources))
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -57,22 +58,29 @@ class Linear:
     def take(self, tensors: list[Tensor]) -> None:
         if self.is_fused and self.norm is not None:
             assert self.norm.weight is not None, f"{self.norm.name} is loaded before {self.name}"
-            fold_norm(tensors[0], self.norm.weight)
+            self.is_folded = can_fold(tensors[0], self.norm.weight)
+            if self.is_folded:
+                fold_norm(tensors[0], self.norm.weight)
         if self.is_interleaved:
-            tensors = [interleave(tensor) for tensor in tensors]
+            for tensor in tensors:
+                interleave_in_place(tensor)
         self.weight = tensors[0] if self.is_fused else pack_weight(tensors[0])
         self.bias = tensors[1] if self.has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, sum of rows], or half as many if gated."""
         assert self.weight is not None, f"{self.name} has no weights yet"
+        norm_eps = None
+        if self.norm is not None and self.is_folded:
+            norm_eps = self.norm.eps
+        elif self.norm is not None:
+            x = self.norm(x)
         if self.is_fused:
-            norm_eps = None if self.norm is None else self.norm.eps
             y = fused_linear(
                 x, self.weight, self.bias, norm_eps=norm_eps, gated=self.is_interleaved
             )
         else:
-            y = linear(x if self.norm is None else self.norm(x), self.weight, self.bias)
+            y = linear(x, self.weight, self.bias)
         return silu_and_mul(y) if self.is_gated and not self.is_interleaved else y
 
     def add_to(self, total: Tensor, x: Tensor) -> None:

@@ -23,6 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 8  # rows of gate, then as many of up
+SLAB = (
+    512  # columns or rows of a weight at a time, while loading: a copy would need its memory again
+)
+FAINT = (
+    2.0**-15
+)  # typical size in float16 below which its smallest steps, 2^-24, cost more than 11 bits do
 
 
 def reference(
@@ -50,6 +56,21 @@ def reference(
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
+def can_fold(w: Tensor, weight: Tensor) -> bool:
+    """Whether w [N, K] times the norm's weight [K] is about as exact as w is. In float16 it may overflow, or
+    most of it lie among the smallest numbers, whose steps are all alike; other dtypes reach far enough."""
+    if w.dtype is not torch.float16:
+        return True
+    largest, squares = [], []
+    for rows in w.split(SLAB):
+        folded = rows.float() * weight
+        largest.append(folded.abs().max())
+        squares.append(folded.square().sum())
+    typical = (torch.stack(squares).sum() / w.numel()).sqrt()
+    fits = torch.stack(largest).max() <= torch.finfo(w.dtype).max
+    return bool(fits & (typical >= FAINT))
+
+
 def fold_norm(w: Tensor, weight: Tensor) -> Tensor:
     """w [N, K] times the norm's weight [K], in place: computed in float32, rounded once."""
     return w.mul_(weight)
@@ -65,6 +86,12 @@ def interleave(gate_up: Tensor) -> Tensor:
     half = gate_up.shape[0] // 2
     groups = gate_up.view(2, half // GROUP, GROUP, *gate_up.shape[1:])
     return groups.transpose(0, 1).reshape(gate_up.shape)
+
+
+def interleave_in_place(gate_up: Tensor) -> None:
+    """The same without a second matrix."""
+    for columns in gate_up.split(SLAB, 1) if gate_up.dim() > 1 else (gate_up,):
+        columns.copy_(interleave(columns))
 
 
 def split_interleaved(y: Tensor) -> tuple[Tensor, Tensor]:

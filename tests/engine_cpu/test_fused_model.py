@@ -147,6 +147,56 @@ def test_a_product_added_in_place(
     assert error(total.float(), want) < tolerance
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size", "is_folded"),
+    [
+        (torch.float16, 3e-3, True),
+        (torch.float16, 1e-3, False),  # most of the product would be subnormal
+        (torch.float16, 100.0, True),
+        (BF16, 1e-4, True),
+        (FP32, 1e-4, True),
+    ],
+)
+def test_norms_of_all_sizes(
+    dtype: torch.dtype, size: float, is_folded: bool, computed_by: str
+) -> None:
+    """A norm's weight that the matrix cannot take in stays apart."""
+    torch.manual_seed(0)
+    norm = RmsNorm("norm", 1024, 1e-5)
+    norm.take([(size * (0.5 + torch.rand(1024))).to(dtype)])
+    layer = Linear("qkv", 1024, [("qkv", 600)], norm=norm, fused=True)
+    w = (0.02 * random(600, 1024)).to(dtype)
+    layer.take([w.clone()])
+    assert layer.is_folded == is_folded
+    x = random(4, 1024, dtype=dtype)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * norm.weight.float()
+    tolerance = 1e-5 if dtype is FP32 else torch.finfo(dtype).eps
+    assert error(layer(x).float(), normed @ w.float().T) < tolerance
+
+
+def test_a_norm_that_would_overflow_stays_apart(computed_by: str) -> None:
+    """One column's product is beyond float16, and what it is multiplied by is small."""
+    torch.manual_seed(0)
+    norm, w, x = RmsNorm("norm", 64, 1e-5), random(40, 64), random(5, 64)
+    norm.take([torch.ones(64).index_fill_(0, torch.tensor([3]), 1e4).half()])
+    w[7, 3], x[:, 3] = 10.0, 1e-3
+    layer = Linear("qkv", 64, [("qkv", 40)], norm=norm, fused=True)
+    layer.take([w.half()])
+    assert not layer.is_folded
+    wide = x.half().float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * norm.weight.float()
+    assert error(layer(x.half()).float(), normed @ w.half().float().T) < 2e-3
+
+
+@pytest.mark.parametrize("shape", [(16, 1), (48, 5), (32, fused_product.SLAB * 2 + 8), (160,)])
+def test_interleaving_in_place(shape: tuple[int, ...]) -> None:
+    gate_up = random(*shape)
+    want = fused_product.interleave(gate_up).clone()
+    fused_product.interleave_in_place(gate_up)
+    assert torch.equal(gate_up, want)
+
+
 def test_a_product_before_its_norm_is_an_error() -> None:
     layer = Linear("qkv", 8, [("qkv", 8)], norm=RmsNorm("norm", 8, 1e-5), fused=True)
     with pytest.raises(AssertionError, match="norm is loaded before qkv"):
