@@ -12,8 +12,9 @@ When may a block be named? When every token in it is *known* and *computed* (its
 
     prefill   tokens are known, so the blocks are named when the step that fills them is launched.
               Later readers run after it on the one compute stream; readers in the same step, too,
-              since every layer writes all KV of a step before it attends.
-    decode    the token is known only at commit, so the block is named there.
+              since every layer writes all KV of a step with prompt tokens before it attends.
+    decode    the token is known only at commit, so the block is named there, and not sooner: in a step
+              without prompt tokens, a GPU's rows write and read at the same time (ops/rotated_decode.py).
 
 A named block is never written again: the position that a request writes next lies behind its last
 computed token, and all positions of a named block are computed. That holds for the wasted row of a
