@@ -1,28 +1,42 @@
 // Causal attention of prompt chunks over a paged KV cache, for Hopper: see engine/ops/paged_prefill_sm90.py.
 //
-// After FlashAttention-3 (https://arxiv.org/abs/2407.08608): one warpgroup moves memory, two compute.
+// After FlashAttention-3 (https://arxiv.org/abs/2407.08608): one warpgroup moves memory, the others compute.
 //
 //   producer     K, V tiles of 128 keys through rings of STAGES tiles; queries once per work item
 //   consumer c   query rows 64 c ... 64 c + 63 of the item, for every tile, the last one first:
-//                  start S = Q K(i)          tensor cores
-//                  start O += P V(i - 1)     tensor cores, while the next two lines run
-//                  P = softmax(S)            needs S only
-//                  rescale O                 needs O
+//                  start S = Q K(i)              tensor cores
+//                  start O += P V(i - 1)         tensor cores, while the next two lines run
+//                  S = exp2(S - shift)           needs S only
+//                  wait for V(i) and K(i - 1)
+//                  wait for O, rescale it        hardly ever
+//                  P = S in 16 bits
 //
-// The consumers take turns at starting products (a token passed between two named barriers), so that one
-// computes exponentials while the other keeps the tensor cores busy. Blocks are persistent: block b takes
+// The consumers take turns at starting products (a token passed between named barriers), so that some
+// compute exponentials while another keeps the tensor cores busy. Blocks are persistent: block b takes
 // items b, 2 G - 1 - b, 2 G + b, ... of a list sorted longest first (G: blocks), which evens out their sums.
 // The rings run on from item to item, so the next item's tiles arrive while this one finishes.
 //
-//   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHEAD_DIM=64|128   -DBLOCK_SIZE=16|32|64|128   -DSTAGES=n
+// A row of queries sees the same tiles in the same order with any number of consumers, as tiles start at
+// multiples of 128 keys and rows of other warps have no part in its numbers: its result is the same to the bit.
+//
+// The exponent's shift is not the row's largest score so far but one that it exceeds by at most GROWTH, so O
+// and the sums need rescaling when the largest score grows by more, not whenever it grows (an idea of
+// FlashAttention-4): the result is the same, as O and the sum have the same factor.
+//
+// The loops that wait for K and V also have another purpose: the assembler moves the wait for O up through
+// straight-line code, in front of the exponentials that are to run meanwhile, but not through a loop.
+//
+//   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHEAD_DIM=64|128   -DBLOCK_SIZE=16|32|64|128
+//   -DCONSUMERS=2|3                     a work item has 64 * CONSUMERS rows. With 3 the registers suffice for
+//                                       heads of 64, and products and exponentials keep each other waiting less
+//   -DSTAGES=n                          tiles of K, and of V, in shared memory
 //   -DSOFTCAP=1                         scores become tanh(scores * scale_inner)
 #include "common/dtype.cuh"
 #include "common/mma.cuh"
 #include "common/sm90.cuh"
 
-constexpr int Q_ROWS = 128;                 // of a work item, over all consumers
+constexpr int Q_ROWS = 64 * CONSUMERS;      // of a work item
 constexpr int KEYS = 128;                   // of a tile
-constexpr int CONSUMERS = 2;
 constexpr int HALVES = HEAD_DIM / 64;       // shared memory tiles are 64 columns wide
 constexpr int Q_HALF = Q_ROWS * 128;        // bytes of one such tile
 constexpr int KV_HALF = KEYS * 128;
@@ -30,8 +44,10 @@ constexpr int Q_BYTES = HALVES * Q_HALF;
 constexpr int KV_BYTES = HALVES * KV_HALF;
 constexpr int BLOCKS_PER_TILE = KEYS / BLOCK_SIZE;
 constexpr float MASKED = -1e30f;            // finite, so that a fully masked row stays free of NaN
-constexpr float UNSEEN = -1e25f;            // a row's largest score is below it if all were masked
+constexpr float GROWTH = 8.f;               // of a row's largest score without rescaling, in log2 units
+constexpr float UNSEEN = -1e25f;            // limit of a row that has seen no key: above what is masked, below scores
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head_dim");
+static_assert(CONSUMERS == 2 || (CONSUMERS == 3 && HEAD_DIM == 64), "registers");
 static_assert(KEYS % BLOCK_SIZE == 0 && BLOCKS_PER_TILE <= 32, "block_size");
 
 // Shared memory of a block, as addresses. Tiles start at multiples of 1024 bytes, as their swizzle wants.
@@ -46,12 +62,12 @@ struct Smem {
   DEV u32 k_tile(u32 stage) const { return k + stage * KV_BYTES; }
   DEV u32 v_tile(u32 stage) const { return v + stage * KV_BYTES; }
   // "full": the producer's bytes are there; "empty": every consumer warp is done with them.
-  DEV u32 q_full() const { return barriers; }
-  DEV u32 q_empty() const { return barriers + 8; }
-  DEV u32 k_full(u32 stage) const { return barriers + 16 + 8 * stage; }
-  DEV u32 k_empty(u32 stage) const { return barriers + 16 + 8 * (STAGES + stage); }
-  DEV u32 v_full(u32 stage) const { return barriers + 16 + 8 * (2 * STAGES + stage); }
-  DEV u32 v_empty(u32 stage) const { return barriers + 16 + 8 * (3 * STAGES + stage); }
+  DEV u32 k_full(u32 stage) const { return barriers + 8 * stage; }
+  DEV u32 k_empty(u32 stage) const { return barriers + 8 * (STAGES + stage); }
+  DEV u32 v_full(u32 stage) const { return barriers + 8 * (2 * STAGES + stage); }
+  DEV u32 v_empty(u32 stage) const { return barriers + 8 * (3 * STAGES + stage); }
+  DEV u32 q_full() const { return barriers + 8 * (4 * STAGES); }
+  DEV u32 q_empty() const { return barriers + 8 * (4 * STAGES + 1); }
 };
 
 // A work item: up to Q_ROWS query rows of one head of one sequence.
@@ -152,6 +168,23 @@ DEV void zero_rows(u32 tile, int row, int thread) {
       store_zeros_16(tile + h * KV_HALF + i * 16);
 }
 
+// What a thread knows of a row of scores.
+struct Row {
+  float limit = UNSEEN;  // that scores may reach without rescaling, in log2 units
+  float shift = 0.f;     // of exponents
+  float sum = 0.f;       // of the thread's exponentials
+
+  // With `top` the thread's largest score: the factor of what has been summed up so far.
+  DEV float raise(float top) {
+    const float highest = quad_max(top);
+    if (!(highest > limit)) return 1.f;
+    const float factor = limit == UNSEEN ? 0.f : exp2_fast(shift - highest);
+    shift = highest;
+    limit = highest + GROWTH;
+    return factor;
+  }
+};
+
 // One warpgroup. Accumulators and fragments: see wgmma in common/sm90.cuh.
 DEV void consume(const Params& p, const Smem& smem, int consumer) {
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -160,8 +193,13 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
   const u32 q = smem.q + consumer * 64 * 128;
   const int my_turn = 1 + consumer, next_turn = 1 + (consumer + 1) % CONSUMERS, own_barrier = 1 + CONSUMERS + consumer;
   u32 tile = 0, item_count = 0;  // as the producer counts
+  auto take_turn = [&] { named_barrier_sync(my_turn, 256); };
+  auto pass_turn = [&] { named_barrier_arrive(next_turn, 256); };
+  auto release = [&](u32 barrier) { if (lane == 0) mbarrier_arrive(barrier); };
+  auto wait_keys = [&](u32 number) { mbarrier_wait(smem.k_full(number % STAGES), number / STAGES & 1); };
+  auto wait_values = [&](u32 number) { mbarrier_wait(smem.v_full(number % STAGES), number / STAGES & 1); };
 
-  if (consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+  if (consumer == CONSUMERS - 1) pass_turn();  // consumer 0 begins
   for (int round = 0; round * (int)gridDim.x < num_items; round++) {
     const int index = item_index(round);
     if (index >= num_items) continue;
@@ -170,7 +208,9 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
 
     float o[HEAD_DIM / 2], s[KEYS / 2];
     u32 fragments[KEYS / 16][4];  // P
-    float max0 = MASKED, max1 = MASKED, sum0 = 0.f, sum1 = 0.f, rescale0, rescale1;
+    Row row0, row1;
+    float factor0 = 1.f, factor1 = 1.f;  // of O
+    bool is_raised = false;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
     const int pos0 = item.first_pos + row_in_item, pos1 = pos0 + 8;
@@ -191,19 +231,8 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
         wgmma_rs(o, fragments[i], descriptor_mn_major(smem.v_tile(stage) + i * 2048, KV_HALF), 1);
       wgmma_commit();
     };
-    auto wait_values = [&](u32 number, int j) {
-      const u32 stage = number % STAGES;
-      mbarrier_wait(smem.v_full(stage), number / STAGES & 1);
-      if ((j + 1) * KEYS > item.kv_len) {  // both consumers write the same zeros
-        zero_rows(smem.v_tile(stage), item.kv_len - j * KEYS, thread);
-        fence_async_proxy();
-        named_barrier_sync(own_barrier, 128);
-      }
-    };
-    auto release = [&](u32 barrier) {
-      if (lane == 0) mbarrier_arrive(barrier);
-    };
-    auto softmax = [&](int j) {
+    auto exponentials = [&](int j) {  // s becomes exp2(s * scale - shift)
+      wgmma_results(s);
 #ifdef SOFTCAP
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i++) s[i] = 1.f - 2.f * reciprocal_fast(1.f + exp2_fast(s[i] * p.scale_inner));
@@ -216,76 +245,94 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
           if (key > pos || key <= pos - p.window) s[i] = MASKED;
         }
       }
-      float top0 = MASKED, top1 = MASKED;
+      float top[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-      for (int i = 0; i < KEYS / 2; i += 4) {
-        top0 = fmaxf(top0, fmaxf(s[i], s[i + 1]));
-        top1 = fmaxf(top1, fmaxf(s[i + 2], s[i + 3]));
-      }
-      const float new0 = fmaxf(max0, quad_max(top0) * p.scale_log2), new1 = fmaxf(max1, quad_max(top1) * p.scale_log2);
-      rescale0 = exp2_fast(max0 - new0), rescale1 = exp2_fast(max1 - new1);
-      max0 = new0, max1 = new1;
-      // Nothing seen yet: the fused multiply-add below does not give MASKED * scale - MASKED * scale = 0 but
-      // the product's rounding error, and exp2 of that may be infinite. With 0 it is exp2(-huge) = 0.
-      const float shift0 = new0 < UNSEEN ? 0.f : new0, shift1 = new1 < UNSEEN ? 0.f : new1;
-      float part0 = 0.f, part1 = 0.f;
+      for (int i = 4; i < KEYS / 2; i++) top[i % 4] = fmaxf(top[i % 4], s[i]);
+      const float top0 = fmaxf(top[0], top[1]) * p.scale_log2, top1 = fmaxf(top[2], top[3]) * p.scale_log2;
+      is_raised = __any_sync(~0u, top0 > row0.limit || top1 > row1.limit);
+      if (is_raised) factor0 = row0.raise(top0), factor1 = row1.raise(top1);
 #pragma unroll
-      for (int i = 0; i < KEYS / 2; i += 4) {
-        s[i] = exp2_fast(s[i] * p.scale_log2 - shift0), s[i + 1] = exp2_fast(s[i + 1] * p.scale_log2 - shift0);
-        s[i + 2] = exp2_fast(s[i + 2] * p.scale_log2 - shift1), s[i + 3] = exp2_fast(s[i + 3] * p.scale_log2 - shift1);
-        part0 += s[i] + s[i + 1];
-        part1 += s[i + 2] + s[i + 3];
-      }
-      sum0 = sum0 * rescale0 + part0, sum1 = sum1 * rescale1 + part1;
+      for (int i = 0; i < KEYS / 2; i++)
+        s[i] = exp2_fast(s[i] * p.scale_log2 - (i & 2 ? row1.shift : row0.shift));
+      wgmma_results(s);
     };
-    auto pack_probabilities = [&] {
+    auto sum_and_pack = [&] {
+      float part[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+      for (int i = 4; i < KEYS / 2; i++) part[i % 4] += s[i];
+      row0.sum += part[0] + part[1];
+      row1.sum += part[2] + part[3];
 #pragma unroll
       for (int i = 0; i < KEYS / 16; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) fragments[i][e] = pack2(s[8 * i + 2 * e], s[8 * i + 2 * e + 1]);
     };
 
-    // The first tile has no product with V of an earlier one to start.
+    // Tiles of which none of my rows sees anything.
+    const bool is_idle = item.q_row + consumer * 64 >= item.q_len;
+    const int my_last_tile = is_idle ? item.first_tile - 1 : min(item.last_tile, highest_pos / KEYS);
     int j = item.last_tile;
     mbarrier_wait(smem.q_full(), item_count & 1);
-    mbarrier_wait(smem.k_full(tile % STAGES), tile / STAGES & 1);
-    named_barrier_sync(my_turn, 256);
+    for (; j > my_last_tile; j--, tile++) {
+      take_turn();
+      pass_turn();
+      wait_keys(tile);
+      release(smem.k_empty(tile % STAGES));
+      wait_values(tile);
+      release(smem.v_empty(tile % STAGES));
+    }
+    if (is_idle) {
+      release(smem.q_empty());
+      item_count++;
+      continue;
+    }
+
+    // The first tile has no product with V of an earlier one to start, and may reach beyond the sequence.
+    wait_keys(tile);
+    take_turn();
     start_scores(tile % STAGES);
+    pass_turn();
     wgmma_wait<0>();
-    named_barrier_arrive(next_turn, 256);
     release(smem.k_empty(tile % STAGES));
-    if (item.num_tiles() == 1) release(smem.q_empty());
-    softmax(j);
-    pack_probabilities();
+    if (j == item.first_tile) release(smem.q_empty());
+    exponentials(j);
+    wait_values(tile);
+    if ((j + 1) * KEYS > item.kv_len) {  // all consumers write the same zeros
+      zero_rows(smem.v_tile(tile % STAGES), item.kv_len - j * KEYS, thread);
+      fence_async_proxy();
+      named_barrier_sync(own_barrier, 128);
+    }
+    if (j > item.first_tile) wait_keys(tile + 1);
+    sum_and_pack();
 
     for (j--, tile++; j >= item.first_tile; j--, tile++) {
-      const u32 stage = tile % STAGES, last_stage = (tile - 1) % STAGES;
-      mbarrier_wait(smem.k_full(stage), tile / STAGES & 1);
-      named_barrier_sync(my_turn, 256);
-      start_scores(stage);
-      wait_values(tile - 1, j + 1);
-      start_output(last_stage);
-      named_barrier_arrive(next_turn, 256);
+      take_turn();
+      start_scores(tile % STAGES);
+      start_output((tile - 1) % STAGES);
+      pass_turn();
       wgmma_wait<1>();
-      release(smem.k_empty(stage));
+      release(smem.k_empty(tile % STAGES));
       if (j == item.first_tile) release(smem.q_empty());
-      softmax(j);
+      exponentials(j);
+      wait_values(tile);
+      if (j > item.first_tile) wait_keys(tile + 1);
       wgmma_wait<0>();
-      release(smem.v_empty(last_stage));
+      wgmma_results(o);
+      release(smem.v_empty((tile - 1) % STAGES));
+      if (is_raised) {
+        row0.sum *= factor0, row1.sum *= factor1;
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-        o[i] *= rescale0, o[i + 1] *= rescale0;
-        o[i + 2] *= rescale1, o[i + 3] *= rescale1;
+        for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= i & 2 ? factor1 : factor0;
       }
-      pack_probabilities();
+      sum_and_pack();
     }
-    wait_values(tile - 1, item.first_tile);
     start_output((tile - 1) % STAGES);
     wgmma_wait<0>();
+    wgmma_results(o);
     release(smem.v_empty((tile - 1) % STAGES));
     item_count++;
 
-    const float inverse0 = p.v_scale / quad_sum(sum0), inverse1 = p.v_scale / quad_sum(sum1);
+    const float inverse0 = p.v_scale / quad_sum(row0.sum), inverse1 = p.v_scale / quad_sum(row1.sum);
     const int q_row = item.q_row + row_in_item;
     const i64 row_stride = (i64)p.num_heads * HEAD_DIM;
     scalar_t* out = p.out + (p.q_start[item.batch_row] + q_row) * row_stride + item.head * HEAD_DIM;
@@ -305,7 +352,7 @@ DEV void consume(const Params& p, const Smem& smem, int consumer) {
       if (q_row + 8 < item.q_len) *(uint4*)(to + 8 * row_stride) = make_uint4(lower[0], lower[1], lower[2], lower[3]);
     }
   }
-  if (consumer == 0) named_barrier_sync(my_turn, 256);  // the last token, so that no barrier stays half full
+  if (consumer == 0) take_turn();  // the last token, so that no barrier stays half full
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_prefill_sm90(
@@ -320,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_pre
   const Smem smem(raw);
   const Params params{out, block_table, rows, work, q_start, num_work, table_stride,
                       num_heads, num_kv_heads, window, scale_log2, scale_inner, v_scale};
-  const int warpgroup = threadIdx.x >> 7;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // uniform, as the compiler can see
   if (threadIdx.x == 0) {
     mbarrier_init(smem.q_full(), 1);
     mbarrier_init(smem.q_empty(), 4 * CONSUMERS);  // one arrival per consumer warp
@@ -335,10 +382,10 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_pre
   __syncthreads();
   grid_dependency_wait();
   if (warpgroup == 0) {
-    registers_give<40>();
+    registers_give<CONSUMERS == 3 ? 32 : 40>();
     if (threadIdx.x < 32) produce(params, smem, &q_map, &k_map, &v_map);
   } else {
-    registers_take<232>();
+    registers_take<CONSUMERS == 3 ? 160 : 232>();
     consume(params, smem, warpgroup - 1);
   }
 }

@@ -11,8 +11,9 @@ Work lists are made once per step and read by every layer. The decode list lives
 that a captured step can make a new one at each replay (`plan_on_device`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from engine.ops.paged_prefill import paged_prefill, queries_per_item, work_items
 from engine.ops.plan_decode import DecodePlan, plan_decode
 from engine.ops.rotated_decode import rotated_decode
 
-# Shorter chunks leave most of the Hopper kernel's 128 rows of one head empty; the other packs heads.
+# Shorter chunks leave most of the Hopper kernel's rows of one head empty; the other packs heads.
 MIN_HOPPER_QUERIES = 64
 
 
@@ -42,8 +43,9 @@ class PrefillPlan:
 
     rows: Tensor  # int32 [rows] of the block table
     q_start: Tensor  # int32 [rows]
-    work: Tensor  # int32 [items, 4] of ops.paged_prefill; may be empty
-    hopper_work: Tensor  # the same of ops.paged_prefill_sm90
+    work: list[
+        tuple[Callable[..., None], Tensor]
+    ]  # kernels to launch, and the int32 [items, 4] of each
 
 
 class PagedAttention(GraphAttention):
@@ -66,6 +68,7 @@ class PagedAttention(GraphAttention):
         spec = specs[0]
         self.kv = kv
         self.device = device
+        self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
         arch = jit.device_arch(device.index)
         kv_dtype = kv.k[0].dtype
         self.queries_per_item = queries_per_item(
@@ -88,11 +91,16 @@ class PagedAttention(GraphAttention):
             limits, max_batch, spec.num_heads, spec.head_dim, device
         )
         self.min_hopper_queries = 1 << 30  # never
-        self.hopper_queries_per_item = 1
         self.kernels = "paged_decode, paged_prefill"
         if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
             self.min_hopper_queries = 1 if deterministic else MIN_HOPPER_QUERIES
-            self.hopper_queries_per_item = paged_prefill_sm90.queries_per_item(spec.head_dim)
+            for tiling in paged_prefill_sm90.TILINGS[
+                spec.head_dim
+            ]:  # not in the first step to need it
+                for softcap in {s.softcap > 0 for s in specs}:
+                    paged_prefill_sm90.load(
+                        tiling, spec.head_dim, kv_dtype, kv.block_size, softcap, device.index
+                    )
             self.kernels += f", from {self.min_hopper_queries} tokens on paged_prefill_sm90"
         elif arch == "sm_90a":
             self.kernels += (
@@ -123,14 +131,28 @@ class PagedAttention(GraphAttention):
     def plan_prefill(
         self, rows: Tensor, starts: npt.NDArray[np.int32], kv_lens: npt.NDArray[np.int32]
     ) -> PrefillPlan:
-        """starts: first token of each chunk, then the end. Long chunks go to the Hopper kernel."""
+        """starts: first token of each chunk, then the end. Long chunks go to the Hopper kernel, all with
+        the tiling that suits them best together: results do not depend on it."""
         q_lens = np.diff(starts)
         is_long = q_lens >= self.min_hopper_queries
+        kernels: list[Callable[..., None]] = []
+        items = []
         # a chunk that the other kernel takes has no queries, hence no items
-        short = work_items(np.where(is_long, 0, q_lens), kv_lens, self.queries_per_item)
-        long = work_items(np.where(is_long, q_lens, 0), kv_lens, self.hopper_queries_per_item)
-        q_start, work, hopper_work = upload([starts[:-1], short, long], self.device)
-        return PrefillPlan(rows, q_start, work, hopper_work)
+        if is_long.any():
+            tiling, long = paged_prefill_sm90.plan_items(
+                np.where(is_long, q_lens, 0),
+                kv_lens,
+                self.num_heads,
+                self.head_dim,
+                paged_prefill_sm90.num_sms(self.device.index),
+            )
+            kernels.append(partial(paged_prefill_sm90.paged_prefill_sm90, tiling=tiling))
+            items.append(long)
+        if not is_long.all():
+            kernels.append(paged_prefill)
+            items.append(work_items(np.where(is_long, 0, q_lens), kv_lens, self.queries_per_item))
+        q_start, *work = upload([starts[:-1], *items], self.device)
+        return PrefillPlan(rows, q_start, list(zip(kernels, work, strict=True)))
 
     def plan_on_device(self, seq_lens: Tensor, rows: Tensor, batch: int) -> None:
         """See GraphAttention. A captured plan is made anew at each replay."""
@@ -202,25 +224,21 @@ class PagedAttention(GraphAttention):
         block_table: Tensor,
         out: Tensor,
     ) -> None:
-        for kernel, work in (
-            (paged_prefill_sm90.paged_prefill_sm90, plan.hopper_work),
-            (paged_prefill, plan.work),
-        ):
-            if len(work):
-                kernel(
-                    q,
-                    self.kv.k[layer],
-                    self.kv.v[layer],
-                    block_table,
-                    plan.rows,
-                    work,
-                    plan.q_start,
-                    spec.scale,
-                    out,
-                    spec.sliding_window,
-                    spec.softcap,
-                    *self.kv.scales_of(layer),
-                )
+        for kernel, work in plan.work:
+            kernel(
+                q,
+                self.kv.k[layer],
+                self.kv.v[layer],
+                block_table,
+                plan.rows,
+                work,
+                plan.q_start,
+                spec.scale,
+                out,
+                spec.sliding_window,
+                spec.softcap,
+                *self.kv.scales_of(layer),
+            )
 
 
 def upload(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:

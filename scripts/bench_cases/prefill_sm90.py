@@ -1,4 +1,6 @@
-"""Prefill attention on Hopper: whole prompts and a chunk behind a long prefix."""
+"""Prefill attention on Hopper: whole prompts and a chunk behind a long prefix.
+
+Head sizes with several tilings are timed with each: which one a step takes, `plan_items` estimates."""
 
 from functools import partial
 from itertools import accumulate
@@ -6,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from engine.ops.paged_prefill import work_items
-from engine.ops.paged_prefill_sm90 import paged_prefill_sm90, queries_per_item
+from engine.ops.paged_prefill_sm90 import TILINGS, Tiling, paged_prefill_sm90
 from scripts.bench_cases import Case, Launch
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
@@ -22,7 +24,9 @@ BATCHES = {  # name: (sequences, q_len, kv_len)
 }
 
 
-def setup(heads: Heads, block_size: int, batch: tuple[int, int, int], copies: int) -> list[Launch]:
+def setup(
+    heads: Heads, block_size: int, batch: tuple[int, int, int], tiling: Tiling, copies: int
+) -> list[Launch]:
     """Tables point at scattered blocks. Buffers are shared: attention is bound by arithmetic."""
     num_heads, num_kv_heads, head_dim = heads
     sequences, q_len, kv_len = batch
@@ -34,14 +38,13 @@ def setup(heads: Heads, block_size: int, batch: tuple[int, int, int], copies: in
     table = placement.view(sequences, per_sequence)
     rows = torch.arange(sequences, device="cuda", dtype=torch.int32)
     q_lens, kv_lens = [q_len] * sequences, [kv_len] * sequences
-    work = torch.from_numpy(work_items(q_lens, kv_lens, queries_per_item(head_dim))).cuda()
+    work = torch.from_numpy(work_items(q_lens, kv_lens, tiling.queries)).cuda()
     q_start = torch.tensor([*accumulate([0, *q_lens])][:-1], device="cuda", dtype=torch.int32)
     shape = (sequences * q_len, num_heads, head_dim)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
-    launch = partial(
-        paged_prefill_sm90, q, keys, values, table, rows, work, q_start, head_dim**-0.5, out
-    )
+    tensors = q, keys, values, table, rows, work, q_start
+    launch = partial(paged_prefill_sm90, *tensors, head_dim**-0.5, out, tiling=tiling)
     return [launch] * copies
 
 
@@ -60,12 +63,13 @@ def num_bytes(heads: Heads, batch: tuple[int, int, int]) -> float:
 def bench_cases() -> list[Case]:
     return [
         Case(
-            f"prefill_sm90 {model}, blocks of {block_size}, {name}",
-            partial(setup, heads, block_size, batch),
+            f"prefill_sm90 {model}, blocks of {block_size}, items of {tiling.queries}, {name}",
+            partial(setup, heads, block_size, batch, tiling),
             num_bytes(heads, batch),
             num_flops(heads, batch),
         )
         for model, heads in SHAPES.items()
+        for tiling in TILINGS[heads[2]]
         for block_size in (16, 64, 128)
         for name, batch in BATCHES.items()
         if block_size == 64 or name in ("1 x 8k", "2k behind 30k")

@@ -1,6 +1,8 @@
 """The Hopper prefill kernel against the definition in float32, waits that never end turned into errors."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +10,6 @@ from torch import Tensor
 
 from engine.ops import jit
 from engine.ops import paged_prefill_sm90 as op
-from engine.ops.paged_prefill import work_items
 from tests.kernels.prefill_sm90_cases import Case, assert_close, make_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -18,26 +19,21 @@ RAGGED: Chunks = [(200, 200), (300, 1000), (1, 77), (128, 640), (257, 2049), (1,
 EDGES: Chunks = [(n, n) for n in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257)]
 
 
-CANDIDATES = {
-    "default": op.TILINGS,
-    "next": {
-        64: op.Tiling(3, 128, 4, q_stages=2),
-        128: op.Tiling(2, 128, 2, q_stages=2),
-    },
-}
+TILED = [(head_dim, tiling) for head_dim in op.TILINGS for tiling in op.TILINGS[head_dim]]
+each_tiling = pytest.mark.parametrize(
+    ("head_dim", "tiling"), TILED, ids=[f"{head_dim}-{t.queries}" for head_dim, t in TILED]
+)
 
 
-@pytest.fixture(autouse=True, params=CANDIDATES)
-def on_hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    monkeypatch.setattr(op, "TILINGS", CANDIDATES[request.param])
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not torch.cuda.is_available() or jit.device_arch() != "sm_90a":
         pytest.skip("needs a Hopper GPU")
     variant = op.variant
 
-    def trapping(*args: object, **kwargs: object) -> jit.VariantSpec:
-        spec = variant(*args, **kwargs)  # type: ignore[arg-type]
-        defines = {**spec.defines, "SLUICE_TRAP": 1}
-        return jit.VariantSpec(spec.source, spec.name, defines, spec.smem_bytes, spec.archs)
+    def trapping(*args: object) -> jit.VariantSpec:
+        spec = variant(*args)  # type: ignore[arg-type]
+        return replace(spec, defines={**spec.defines, "SLUICE_TRAP": 1})
 
     monkeypatch.setattr(op, "variant", trapping)
     op.load.cache_clear()
@@ -53,39 +49,53 @@ def check(case: Case) -> None:
     assert_close(out, case)
 
 
+def assert_same_bits(got: Tensor, want: Tensor) -> None:
+    different = (got.view(torch.int16) != want.view(torch.int16)).nonzero()
+    assert not len(different), (
+        f"{len(different)} numbers differ, at (token, head, element) {different[:5].tolist()}"
+    )
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_ragged_chunks(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-    check(make_case(head_dim, block_size, dtype, 8, 2, RAGGED))
+@each_tiling
+def test_ragged_chunks(
+    head_dim: int, tiling: op.Tiling, block_size: int, dtype: torch.dtype
+) -> None:
+    check(make_case(head_dim, block_size, dtype, 8, 2, RAGGED, tiling=tiling))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_lengths_around_the_edges_of_tiles(head_dim: int) -> None:
-    check(make_case(head_dim, 16, BF16, 4, 4, EDGES))
-    check(make_case(head_dim, 64, BF16, 4, 1, [(q, kv + 300) for q, kv in EDGES]))
+@each_tiling
+def test_lengths_around_the_edges_of_tiles(head_dim: int, tiling: op.Tiling) -> None:
+    check(make_case(head_dim, 16, BF16, 4, 4, EDGES, tiling=tiling))
+    later = [(q, kv + 300) for q, kv in EDGES]
+    check(make_case(head_dim, 64, BF16, 4, 1, later, tiling=tiling))
 
 
 @pytest.mark.parametrize("window", [1, 2, 64, 127, 128, 129, 500, 5000])
-def test_sliding_window(window: int) -> None:
-    check(make_case(128, 64, BF16, 4, 2, RAGGED, window=window))
-    check(make_case(64, 16, BF16, 4, 2, RAGGED, window=window))
+@each_tiling
+def test_sliding_window(head_dim: int, tiling: op.Tiling, window: int) -> None:
+    check(make_case(head_dim, 64, BF16, 4, 2, RAGGED, window=window, tiling=tiling))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_softcap(head_dim: int) -> None:
-    check(make_case(head_dim, 64, BF16, 4, 2, RAGGED, softcap=3.0))
-    check(make_case(head_dim, 32, FP16, 4, 2, RAGGED, window=200, softcap=50.0))
+@each_tiling
+def test_softcap(head_dim: int, tiling: op.Tiling) -> None:
+    check(make_case(head_dim, 64, BF16, 4, 2, RAGGED, softcap=3.0, tiling=tiling))
+    check(make_case(head_dim, 64, FP16, 4, 2, RAGGED, window=200, softcap=50.0, tiling=tiling))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (9, 3), (7, 7)])
-def test_more_items_than_multiprocessors(num_heads: int, num_kv_heads: int) -> None:
-    chunks = [(600, 2000), (700, 700), (1, 3000), (513, 1025), (2, 2)]
-    check(make_case(128, 64, BF16, num_heads, num_kv_heads, chunks))
+@each_tiling
+def test_more_items_than_multiprocessors(
+    head_dim: int, tiling: op.Tiling, num_heads: int, num_kv_heads: int
+) -> None:
+    chunks = [(600, 2000), (700, 700), (1, 3000), (1213, 1825), (2, 2)]
+    check(make_case(head_dim, 64, BF16, num_heads, num_kv_heads, chunks, tiling=tiling))
 
 
-def test_fewer_items_than_multiprocessors() -> None:
-    check(make_case(128, 16, BF16, 1, 1, [(5, 4000)]))
+@each_tiling
+def test_fewer_items_than_multiprocessors(head_dim: int, tiling: op.Tiling) -> None:
+    check(make_case(head_dim, 64, BF16, 1, 1, [(5, 4000)], tiling=tiling))
 
 
 def test_padding_items_alone_write_nothing() -> None:
@@ -96,33 +106,42 @@ def test_padding_items_alone_write_nothing() -> None:
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_same_bits_every_time(head_dim: int) -> None:
-    case = make_case(head_dim, 64, BF16, 28, 4, RAGGED).to("cuda")
+@each_tiling
+def test_the_same_bits_every_time(head_dim: int, tiling: op.Tiling) -> None:
+    case = make_case(head_dim, 64, BF16, 28, 4, RAGGED, tiling=tiling).to("cuda")
     first, second = case.nan_output(), case.nan_output()
     case.run(first)
     for _ in range(20):
         case.run(second)
-        assert torch.equal(first.view(torch.int16), second.view(torch.int16))
+        assert_same_bits(second, first)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (300, 0.0), (None, 5.0)])
+def test_heads_of_64_get_the_same_bits_with_each_tiling(window: int | None, softcap: float) -> None:
+    chunks = [*RAGGED, (2500, 5000)]
+    case = make_case(64, 64, BF16, 14, 2, chunks, window, softcap).to("cuda")
+    want, *others = (case.tiled(tiling) for tiling in op.TILINGS[64])
+    expected = want.nan_output()
+    want.run(expected)
+    for other in others:
+        got = other.nan_output()
+        other.run(got)
+        assert_same_bits(got[: case.num_tokens], expected[: case.num_tokens])
+
+
+@each_tiling
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_token_does_not_depend_on_how_its_prompt_is_cut(
-    window: int | None, head_dim: int
+    window: int | None, head_dim: int, tiling: op.Tiling
 ) -> None:
-    chunks = [(900, 1100)]
-    whole = make_case(head_dim, 64, BF16, 8, 2, chunks, window=window, padding=0).to("cuda")
+    whole = make_case(
+        head_dim, 64, BF16, 8, 2, [(900, 1100)], window=window, padding=0, tiling=tiling
+    ).to("cuda")
     want, got = whole.nan_output(), whole.nan_output()
     whole.run(want)
-    begin = 0
-    for end in (1, 130, 515, 900):
-        items = work_items([end - begin], [200 + end], op.queries_per_item(head_dim))
-        whole.work, whole.q_start = torch.from_numpy(items).cuda(), whole.q_start * 0 + begin
-        whole.run(got)
-        begin = end
-    different = (got.view(torch.int16) != want.view(torch.int16)).nonzero()
-    assert not len(different), f"differs at (token, head, element) {different[:5].tolist()}"
+    for begin, end in pairwise((0, 1, 130, 515, 900)):
+        whole.part(begin, end).run(got)
+    assert_same_bits(got, want)
 
 
 def test_shared_blocks() -> None:

@@ -1,6 +1,6 @@
 """Prompt chunks over a scattered KV cache, for the Hopper prefill kernel on a GPU and in the emulator."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.paged_prefill import work_items
-from engine.ops.paged_prefill_sm90 import paged_prefill_sm90, queries_per_item
+from engine.ops.paged_prefill_sm90 import TILINGS, Tiling, paged_prefill_sm90
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Case:
     scale: float
     window: int | None
     softcap: float
+    tiling: Tiling
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +43,7 @@ class Case:
         wide = torch.randn(self.q.shape[0], width, dtype=self.q.dtype, device=device)
         q = wide[:, : self.q.shape[1] * self.q.shape[2]].view(self.q.shape)
         q.copy_(self.q)
-        return Case(**{**vars(self), **moved, "q": q})
+        return replace(self, **moved, q=q)
 
     def nan_output(self) -> Tensor:
         return torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
@@ -60,7 +61,22 @@ class Case:
             out,
             self.window,
             self.softcap,
+            tiling=self.tiling,
         )
+
+    def tiled(self, tiling: Tiling) -> "Case":
+        """The same chunks, cut into other items, with as much padding."""
+        padding = int((self.work[:, 2] == 0).sum())
+        work = make_work(self.q_lens, self.kv_lens, tiling, padding).to(self.work.device)
+        return replace(self, tiling=tiling, work=work)
+
+    def part(self, begin: int, end: int) -> "Case":
+        """Of a single chunk, queries `begin` to `end` as a chunk of its own, at their place in q."""
+        (q_len,), (kv_len,) = self.q_lens, self.kv_lens
+        q_lens, kv_lens = [end - begin], [kv_len - q_len + end]
+        work = make_work(q_lens, kv_lens, self.tiling, 0).to(self.work.device)
+        q_start = torch.full_like(self.q_start, begin)
+        return replace(self, work=work, q_start=q_start, q_lens=q_lens, kv_lens=kv_lens)
 
     def expected(self) -> Tensor:
         """[num_tokens, num_heads, head_dim], in float32 by the definition."""
@@ -101,6 +117,7 @@ def make_case(
     window: int | None = None,
     softcap: float = 0.0,
     padding: int = 2,  # work items and query rows beyond the real ones
+    tiling: Tiling | None = None,  # None: the head size's first
 ) -> Case:
     """Random numbers, of the CPU's generator, and a random placement of blocks."""
     q_lens, kv_lens = [q for q, _ in chunks], [kv for _, kv in chunks]
@@ -128,22 +145,27 @@ def make_case(
             )
     num_tokens = sum(q_lens) + padding
     wide = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    items = work_items(q_lens, kv_lens, queries_per_item(head_dim))
-    work = np.concatenate([items, np.zeros((padding, 4), np.int32)])
+    tiling = tiling or TILINGS[head_dim][0]
     return Case(
         q=wide[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim),
         k_cache=caches[0],
         v_cache=caches[1],
         block_table=block_table,
         rows=rows,
-        work=torch.from_numpy(work),
+        work=make_work(q_lens, kv_lens, tiling, padding),
         q_start=torch.tensor(list(accumulate([0, *q_lens]))[:-1], dtype=torch.int32),
         q_lens=q_lens,
         kv_lens=kv_lens,
         scale=2 * head_dim**-0.5,  # peaked enough for the maximum to move
         window=window,
         softcap=softcap,
+        tiling=tiling,
     )
+
+
+def make_work(q_lens: list[int], kv_lens: list[int], tiling: Tiling, padding: int) -> Tensor:
+    items = work_items(q_lens, kv_lens, tiling.queries)
+    return torch.from_numpy(np.concatenate([items, np.zeros((padding, 4), np.int32)]))
 
 
 def assert_close(got: Tensor, case: Case) -> None:

@@ -36,7 +36,6 @@ OPS = {
 
 OPTIONAL = {
     "wide_gemm_sm90.cu",  # where its own CHOSEN says; compiled in test_wide_gemm_sm90.py
-    "paged_prefill_sm90_next.cu",  # candidates of scripts/bench_prefill_variants.py
 }
 
 

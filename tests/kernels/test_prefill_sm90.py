@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,23 +52,60 @@ def test_prefill_sm90(
     assert_close(out, case)
 
 
-@pytest.mark.parametrize(
-    "tiling",
-    [
-        op.Tiling(2, 128, 4, polynomial=4),
-        op.Tiling(2, 192, 3),
-        op.Tiling(3, 128, 2, q_stages=2),
-    ],
-    ids=str,
-)
-def test_candidates(monkeypatch: pytest.MonkeyPatch, tiling: op.Tiling) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (100, 5.0)])
+def test_heads_of_64_get_the_same_bits_with_each_tiling(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float
+) -> None:
     """Items that end within, before and behind a warpgroup's rows."""
-    monkeypatch.setattr(op, "TILINGS", {64: tiling})
     monkeypatch.setattr(op, "num_sms", lambda device: 2)
-    case = make_case(64, 64, BF16, 2, 1, [(270, 700), (193, 193), (65, 449), (3, 3)])
-    out = case.nan_output()
-    case.run(out)
-    assert_close(out, case)
+    chunks = [(270, 400), (193, 193), (65, 449), (3, 3)]
+    case = make_case(64, 64, BF16, 2, 1, chunks, window, softcap)
+    two, three = op.TILINGS[64]
+    assert (two.queries, three.queries) == (128, 192)
+    want, got = case.nan_output(), case.nan_output()
+    case.tiled(two).run(want)
+    case.tiled(three).run(got)
+    assert_close(got, case)
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+H200 = 132
+
+
+@pytest.mark.parametrize(
+    ("chunks", "queries"),
+    [
+        ([(512, 512)] * 16, 128),  # many items, but short ones
+        ([(2048, 2048)], 128),
+        ([(2048, 32768)], 128),  # 154 long items of 192 on 132 multiprocessors
+        ([(8192, 8192)], 192),
+        ([(16384, 16384)], 192),
+        ([(0, 5), (8192, 8192), (0, 77)], 192),
+        ([(64, 64), (0, 5)], 128),
+    ],
+)
+def test_the_tiling_is_the_one_that_was_faster_on_an_h200(
+    chunks: list[tuple[int, int]], queries: int
+) -> None:
+    q_lens, kv_lens = zip(*chunks, strict=True)
+    tiling, work = op.plan_items(q_lens, kv_lens, num_heads=14, head_dim=64, num_sms=H200)
+    assert tiling.queries == queries
+    assert np.array_equal(work, work_items(q_lens, kv_lens, queries))
+
+
+def test_heads_of_128_have_one_tiling() -> None:
+    tiling, work = op.plan_items([8192], [8192], num_heads=28, head_dim=128, num_sms=H200)
+    assert (tiling.queries, len(work)) == (128, 64)
+
+
+def test_estimated_time_is_that_of_the_busiest_block() -> None:
+    """Of 3 blocks and 4 items of 1, 2, 3 and 4 tiles, the third gets the two shortest, by turning back."""
+    tiling = op.Tiling(consumers=2, stages=4, tile_time=1.5)
+    work = work_items([512], [512], 128)
+    per_item = op.ITEM_COST
+    assert tiling.time(work, 1, 3) == 1.5 * max(4 + per_item, 3 + per_item, 2 + 1 + 2 * per_item)
+    assert tiling.time(work, 1, 100) == 1.5 * (4 + per_item)
+    assert tiling.time(work, 2, 1) == 1.5 * 2 * (1 + 2 + 3 + 4 + 4 * per_item)
 
 
 def test_caches_in_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +126,7 @@ def test_caches_in_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
         got,
         k_scale=2.0,
         v_scale=0.5,
+        tiling=case.tiling,
     )
     assert torch.equal(got[:5], want[:5])
 
@@ -98,7 +137,5 @@ def test_a_token_does_not_depend_on_how_its_prompt_is_cut(monkeypatch: pytest.Mo
     want, got = case.nan_output(), case.nan_output()
     case.run(want)
     for begin, end in ((0, 120), (120, 270)):
-        items = work_items([end - begin], [30 + end], op.queries_per_item(64))
-        case.work, case.q_start = torch.from_numpy(items), torch.tensor([begin], dtype=torch.int32)
-        case.run(got)
+        case.part(begin, end).run(got)
     assert torch.equal(got, want)
