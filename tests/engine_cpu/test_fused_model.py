@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(params=["library", "kernels"])
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
-        monkeypatch.setattr(linear_op, "kernel_for", lambda x, w: fused_product.reference)
+        monkeypatch.setattr(linear_op, "kernel_for", lambda *_: fused_product.reference)
     return request.param
 
 

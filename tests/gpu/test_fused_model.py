@@ -141,7 +141,7 @@ def test_a_chain_in_a_graph(m: int, dependent: bool, graph_replay: Record) -> No
 
 
 def test_loading_leaves_nothing_but_the_weights(tmp_path, device: torch.device) -> None:
-    """Interleaving copies gate and up; the originals are given back."""
+    """Interleaving and folding take place within the weights."""
     path = make_tiny("llama", tmp_path, tokenizer=False, **SHAPE)
     config = ModelConfig.from_directory(path)
     gc.collect()
