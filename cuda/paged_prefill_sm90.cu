@@ -27,10 +27,10 @@
 // straight-line code, in front of the exponentials that are to run meanwhile, but not through a loop.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHEAD_DIM=64|128   -DBLOCK_SIZE=16|32|64|128
-//   -DCONSUMERS=2|3                     a work item has 64 * CONSUMERS rows. With 3 the registers suffice for
-//                                       heads of 64, and products and exponentials keep each other waiting less
+//   -DCONSUMERS=2|3                     a work item has 64 * CONSUMERS rows. With 3, products and exponentials
+//                                       keep each other waiting less; heads of 64 leave the registers for it
 //   -DSTAGES=n                          tiles of K, and of V, in shared memory
-//   -DSOFTCAP=1                         scores become tanh(scores * scale_inner)
+//   -DSOFTCAP=1                         scores become tanh(scores * scale_inner); not with 3 consumers
 #include "common/dtype.cuh"
 #include "common/mma.cuh"
 #include "common/sm90.cuh"
@@ -48,6 +48,9 @@ constexpr float GROWTH = 8.f;               // of a row's largest score without 
 constexpr float UNSEEN = -1e25f;            // limit of a row that has seen no key: above what is masked, below scores
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head_dim");
 static_assert(CONSUMERS == 2 || (CONSUMERS == 3 && HEAD_DIM == 64), "registers");
+#ifdef SOFTCAP
+static_assert(CONSUMERS == 2, "registers");
+#endif
 static_assert(KEYS % BLOCK_SIZE == 0 && BLOCKS_PER_TILE <= 32, "block_size");
 
 // Shared memory of a block, as addresses. Tiles start at multiples of 1024 bytes, as their swizzle wants.

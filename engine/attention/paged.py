@@ -14,6 +14,7 @@ that a captured step can make a new one at each replay (`plan_on_device`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +69,7 @@ class PagedAttention(GraphAttention):
         spec = specs[0]
         self.kv = kv
         self.device = device
-        self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
+        self.num_heads = spec.num_heads
         arch = jit.device_arch(device.index)
         kv_dtype = kv.k[0].dtype
         self.queries_per_item = queries_per_item(
@@ -91,16 +92,16 @@ class PagedAttention(GraphAttention):
             limits, max_batch, spec.num_heads, spec.head_dim, device
         )
         self.min_hopper_queries = 1 << 30  # never
+        self.hopper_tilings: tuple[paged_prefill_sm90.Tiling, ...] = ()
         self.kernels = "paged_decode, paged_prefill"
         if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
             self.min_hopper_queries = 1 if deterministic else MIN_HOPPER_QUERIES
-            for tiling in paged_prefill_sm90.TILINGS[
-                spec.head_dim
-            ]:  # not in the first step to need it
-                for softcap in {s.softcap > 0 for s in specs}:
-                    paged_prefill_sm90.load(
-                        tiling, spec.head_dim, kv_dtype, kv.block_size, softcap, device.index
-                    )
+            capped = {s.softcap > 0 for s in specs}
+            self.hopper_tilings = paged_prefill_sm90.tilings(spec.head_dim, any(capped))
+            for tiling, softcap in product(self.hopper_tilings, capped):  # ahead of the first need
+                paged_prefill_sm90.load(
+                    tiling, spec.head_dim, kv_dtype, kv.block_size, softcap, device.index
+                )
             self.kernels += f", from {self.min_hopper_queries} tokens on paged_prefill_sm90"
         elif arch == "sm_90a":
             self.kernels += (
@@ -140,10 +141,10 @@ class PagedAttention(GraphAttention):
         # a chunk that the other kernel takes has no queries, hence no items
         if is_long.any():
             tiling, long = paged_prefill_sm90.plan_items(
+                self.hopper_tilings,
                 np.where(is_long, q_lens, 0),
                 kv_lens,
                 self.num_heads,
-                self.head_dim,
                 paged_prefill_sm90.num_sms(self.device.index),
             )
             kernels.append(partial(paged_prefill_sm90.paged_prefill_sm90, tiling=tiling))

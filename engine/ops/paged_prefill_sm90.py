@@ -7,11 +7,12 @@ Contract
     k_cache      of q's dtype; block_size 16, 32, 64 or 128
     v_cache
     work         of tiling.queries queries an item; plan_items makes it
-    tiling       one of TILINGS[head_dim]; the result is the same to the bit with each
+    tiling       one of tilings(head_dim, softcap > 0); the result is the same to the bit with each
 
 All but the addresses of q, out and the caches may change between replays of a CUDA graph.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,15 +74,20 @@ TILINGS = {  # by head_dim
 }
 
 
+def tilings(head_dim: int, softcap: bool) -> tuple[Tiling, ...]:
+    """What a model may choose from; `softcap`: any layer has one. It leaves three groups too few registers."""
+    return TILINGS[head_dim][:1] if softcap else TILINGS[head_dim]
+
+
 def plan_items(
+    choices: Sequence[Tiling],
     q_lens: npt.ArrayLike,
     kv_lens: npt.ArrayLike,
     num_heads: int,
-    head_dim: int,
     num_sms: int,
 ) -> tuple[Tiling, npt.NDArray[np.int32]]:
     """The tiling that takes the least time for these chunks, at least one, and `work` for it."""
-    plans = [(tiling, work_items(q_lens, kv_lens, tiling.queries)) for tiling in TILINGS[head_dim]]
+    plans = [(tiling, work_items(q_lens, kv_lens, tiling.queries)) for tiling in choices]
     return min(plans, key=lambda plan: plan[0].time(plan[1], num_heads, num_sms))
 
 
@@ -166,7 +172,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
         return []
     return [
         variant(tiling, config.head_dim, config.dtype, config.block_size, capped)
-        for tiling in TILINGS[config.head_dim]
+        for tiling in tilings(config.head_dim, any(config.softcaps))
         for capped in config.softcaps
     ]
 

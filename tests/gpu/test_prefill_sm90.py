@@ -78,10 +78,11 @@ def test_sliding_window(head_dim: int, tiling: op.Tiling, window: int) -> None:
     check(make_case(head_dim, 64, BF16, 4, 2, RAGGED, window=window, tiling=tiling))
 
 
-@each_tiling
-def test_softcap(head_dim: int, tiling: op.Tiling) -> None:
+@pytest.mark.parametrize("head_dim", op.TILINGS)
+def test_softcap(head_dim: int) -> None:
+    (tiling,) = op.tilings(head_dim, softcap=True)
     check(make_case(head_dim, 64, BF16, 4, 2, RAGGED, softcap=3.0, tiling=tiling))
-    check(make_case(head_dim, 64, FP16, 4, 2, RAGGED, window=200, softcap=50.0, tiling=tiling))
+    check(make_case(head_dim, 32, FP16, 4, 2, RAGGED, window=200, softcap=50.0, tiling=tiling))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (9, 3), (7, 7)])
@@ -116,10 +117,10 @@ def test_the_same_bits_every_time(head_dim: int, tiling: op.Tiling) -> None:
         assert_same_bits(second, first)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (300, 0.0), (None, 5.0)])
-def test_heads_of_64_get_the_same_bits_with_each_tiling(window: int | None, softcap: float) -> None:
+@pytest.mark.parametrize("window", [None, 300])
+def test_heads_of_64_get_the_same_bits_with_each_tiling(window: int | None) -> None:
     chunks = [*RAGGED, (2500, 5000)]
-    case = make_case(64, 64, BF16, 14, 2, chunks, window, softcap).to("cuda")
+    case = make_case(64, 64, BF16, 14, 2, chunks, window).to("cuda")
     want, *others = (case.tiled(tiling) for tiling in op.TILINGS[64])
     expected = want.nan_output()
     want.run(expected)

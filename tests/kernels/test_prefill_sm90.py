@@ -52,14 +52,14 @@ def test_prefill_sm90(
     assert_close(out, case)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (100, 5.0)])
+@pytest.mark.parametrize("window", [None, 100])
 def test_heads_of_64_get_the_same_bits_with_each_tiling(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float
+    monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
     """Items that end within, before and behind a warpgroup's rows."""
     monkeypatch.setattr(op, "num_sms", lambda device: 2)
     chunks = [(270, 400), (193, 193), (65, 449), (3, 3)]
-    case = make_case(64, 64, BF16, 2, 1, chunks, window, softcap)
+    case = make_case(64, 64, BF16, 2, 1, chunks, window)
     two, three = op.TILINGS[64]
     assert (two.queries, three.queries) == (128, 192)
     want, got = case.nan_output(), case.nan_output()
@@ -88,14 +88,16 @@ def test_the_tiling_is_the_one_that_was_faster_on_an_h200(
     chunks: list[tuple[int, int]], queries: int
 ) -> None:
     q_lens, kv_lens = zip(*chunks, strict=True)
-    tiling, work = op.plan_items(q_lens, kv_lens, num_heads=14, head_dim=64, num_sms=H200)
+    tiling, work = op.plan_items(op.tilings(64, False), q_lens, kv_lens, num_heads=14, num_sms=H200)
     assert tiling.queries == queries
     assert np.array_equal(work, work_items(q_lens, kv_lens, queries))
 
 
-def test_heads_of_128_have_one_tiling() -> None:
-    tiling, work = op.plan_items([8192], [8192], num_heads=28, head_dim=128, num_sms=H200)
-    assert (tiling.queries, len(work)) == (128, 64)
+@pytest.mark.parametrize(("head_dim", "softcap"), [(128, False), (128, True), (64, True)])
+def test_large_heads_and_soft_caps_have_one_tiling(head_dim: int, softcap: bool) -> None:
+    (tiling,) = op.tilings(head_dim, softcap)
+    chosen, work = op.plan_items([tiling], [8192], [8192], num_heads=28, num_sms=H200)
+    assert (chosen.queries, len(work)) == (128, 64)
 
 
 def test_estimated_time_is_that_of_the_busiest_block() -> None:
