@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import paged
+from engine.attention.base import AttentionSpec, KVCache, StepInputs
+from engine.ops import jit, nvrtc
 from engine.ops import paged_prefill_sm90 as op
+from engine.ops.kernel_build import build
+from engine.ops.kernel_cache import Job, KernelCache
 from engine.ops.paged_prefill import work_items
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated, emulated_map
+from tests.kernels.paged_attention_cases import Heads, limits_of
 from tests.kernels.prefill_sm90_cases import assert_close, make_case
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
@@ -141,3 +147,67 @@ def test_a_token_does_not_depend_on_how_its_prompt_is_cut(monkeypatch: pytest.Mo
     for begin, end in ((0, 120), (120, 270)):
         case.part(begin, end).run(got)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("num_sms", "queries"), [(1, 192), (132, 128)])
+def test_a_step_takes_the_tiling_that_its_plan_chose(
+    monkeypatch: pytest.MonkeyPatch, num_sms: int, queries: int
+) -> None:
+    """Two long chunks and one that the other kernel takes."""
+    launched = []
+    monkeypatch.setattr(op, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(jit, "device_arch", lambda device=None: "sm_90a")
+    monkeypatch.setattr(paged, "upload", lambda arrays, _: [torch.from_numpy(a) for a in arrays])
+    monkeypatch.setattr(paged, "plan_limits", lambda *_: limits_of(Heads(64, 2, 1), 4))
+    kernel = op.paged_prefill_sm90
+
+    def record(*args: object, tiling: op.Tiling) -> None:
+        launched.append(tiling.queries)
+        kernel(*args, tiling=tiling)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(op, "paged_prefill_sm90", record)
+    case = make_case(64, 64, BF16, 4, 2, [(130, 300), (5, 70), (220, 220)], padding=0)
+    spec = AttentionSpec(4, 2, 64, case.scale)
+    kv = KVCache([case.k_cache], [case.v_cache], 64)
+    attention = paged.PagedAttention(kv, [spec], 4, 512, torch.device("cpu"))
+    none = torch.zeros(0, dtype=torch.int64)
+    inputs = StepInputs(
+        input_ids=none,
+        positions=none,
+        slot_mapping=none,
+        logits_indices=none,
+        block_table=case.block_table,
+        rows=case.rows.numpy(),
+        num_decodes=0,
+        query_start=[*case.q_start.tolist(), case.num_tokens],
+        seq_lens=case.kv_lens,
+        block_ids=np.zeros((0, 0), np.int32),
+        rows_device=case.rows,
+    )
+    attention.plan(inputs, [spec])
+    out = attention.attend(0, case.q, spec, inputs)
+    assert launched == [queries]
+    assert_close(out.view(case.q.shape), case)
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+def test_every_tiling_compiles_without_spills(softcap: bool) -> None:
+    """With soft-caps, too, which no model of test_compile.py has at these head sizes."""
+    try:
+        nvrtc.version()
+    except nvrtc.KernelBuildError as error:
+        pytest.skip(str(error))
+    specs = [
+        op.variant(tiling, head_dim, BF16, 64, softcap)
+        for head_dim in op.TILINGS
+        for tiling in op.tilings(head_dim, softcap)
+    ]
+    for spec, built in zip(
+        specs,
+        build([Job.of(s.source, s.defines, "sm_90a") for s in specs], KernelCache(), workers=1),
+        strict=True,
+    ):
+        resources = built.entry.resources[spec.name]
+        assert not resources.spill_bytes, built.lines()
+        assert not built.entry.warnings
+        assert spec.smem_bytes <= 227 * 1024
