@@ -6,29 +6,22 @@
 // sums in registers:
 //
 //   shared memory    x [ROWS, 64]  W [TILE, 64]     STAGES times, each 128-byte swizzled
-//   warpgroup        sums [64 HEIGHTS, WIDTH] of the tile's [ROWS, TILE]; neighbours in W first
+//   warpgroup        sums [64 HEIGHTS, TILE] of the tile's [ROWS, TILE]
 //
-//   TILE    +-----+-----+       GROUPS_M = 2, GROUPS_N = 2, HEIGHTS = 1
-//     x     |  0  |  1  | 64
-//   ROWS    +-----+-----+
-//           |  2  |  3  | 64
-//           +-----+-----+
-//            WIDTH WIDTH
+//   CLUSTER=1    With more tiles than blocks each block takes several, one after another, and loads do not stop
+//                in between.
+//   CLUSTER=2|4  The blocks of a cluster take one tile, and each a share of its chunks: none reads all of x. In
+//                the end they send each other their sums, of some results to each block, which adds them in
+//                order of the blocks.
 //
-// Blocks of a cluster share x, in one of two ways:
-//
-//   SPLIT=0   They take neighbouring tiles and the same chunks. Each fetches its share of x's rows into the
-//             shared memory of all (multicast), so that x comes out of L2 once for all of them. A stage is free
-//             when the consumers of all blocks have read it, full when what all have sent is there. With more
-//             tiles than blocks each block takes several, one after another, and loads do not stop in between.
-//   SPLIT=1   They take one tile, and each a share of its chunks: none reads all of x. In the end they send each
-//             other their sums, of some results to each block, which adds them in order of the blocks.
+// Of x, rows that exist are fetched, and no more: to fill others with zeros took longer than to read them. What
+// lies in their place makes sums that are not stored.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
-//   -DGROUPS_M=n -DHEIGHTS=n         rows of x: 64 GROUPS_M HEIGHTS
-//   -DGROUPS_N=n -DWIDTH=n           rows of W in a tile: GROUPS_N WIDTH; a size of N in common/sm90.cuh
-//   -DTHREADS=n                      of these warpgroups, and 32 or 128 that fetch
-//   -DSTAGES=n -DCLUSTER=1|2|4 -DSPLIT=0|1
+//   -DWARPGROUPS=n -DHEIGHTS=n   rows of x: 64 WARPGROUPS HEIGHTS
+//   -DTILE=n                     rows of W; a size of N in common/sm90.cuh
+//   -DTHREADS=n                  of these warpgroups, and 32 or 128 that fetch
+//   -DSTAGES=n -DCLUSTER=1|2|4
 //   -DNORMED=0|1 -DGATED=0|1 -DRESIDUAL=0|1
 #include "common/dtype.cuh"
 #include "common/cluster.cuh"
@@ -40,30 +33,26 @@
 #include "common/vec.cuh"
 
 constexpr int CHUNK = 64;  // columns
-constexpr int ROWS = 64 * GROUPS_M * HEIGHTS;
-constexpr int TILE = GROUPS_N * WIDTH;
-constexpr int CONSUMERS = GROUPS_M * GROUPS_N;  // warpgroups
-constexpr bool MULTICAST = CLUSTER > 1 && !SPLIT;
+constexpr int ROWS = 64 * WARPGROUPS * HEIGHTS;
 constexpr int X_BYTES = ROWS * 128, W_BYTES = TILE * 128, STAGE = X_BYTES + W_BYTES;
-constexpr int X_SHARE = MULTICAST ? ROWS / CLUSTER : ROWS;  // rows that a block fetches
+constexpr bool SPLIT = CLUSTER > 1;
 
 constexpr int BLENDED = GATED ? 2 : 1;               // octets of sums for one of outputs: gate and up, or itself
-constexpr int OCTETS = WIDTH / 8;                    // of a warpgroup's sums; a lane has 4 numbers of each
+constexpr int OCTETS = TILE / 8;                     // of a warpgroup's sums; a lane has 4 numbers of each
 constexpr int OUT_OCTETS = OCTETS / BLENDED;
 constexpr int QUARTETS = (OUT_OCTETS + 3) / 4;       // four octets, of which each lane of a quad stores one
-constexpr int BANDS = CONSUMERS * 4 * HEIGHTS;       // 16 rows and WIDTH columns each, of one warp
-static_assert(OCTETS % BLENDED == 0, "gate and up are in one warpgroup");
-static_assert(X_SHARE % 8 == 0, "shares start where the swizzle does");
+constexpr int BANDS = WARPGROUPS * 4 * HEIGHTS;      // 16 rows and TILE columns each, of one warp
+static_assert(OCTETS % BLENDED == 0, "gate and up are in one tile");
 
 // A ninth warp takes as many registers as a third warpgroup: of two warpgroups and a warp none has more than 168.
 // Where sums are more, a whole warpgroup fetches and gives its registers to the others.
-constexpr bool MOVES_REGISTERS = THREADS == 128 * (CONSUMERS + 1);
+constexpr bool MOVES_REGISTERS = THREADS == 128 * (WARPGROUPS + 1);
 // So that blocks of the next kernel find registers beside this one's.
-constexpr int BLOCKS_PER_SM = CONSUMERS <= 2 && HEIGHTS * WIDTH <= 80 && !(SPLIT && GATED) ? 2 : 1;
+constexpr int BLOCKS_PER_SM = WARPGROUPS <= 2 && HEIGHTS * TILE <= 80 && !(SPLIT && GATED) ? 2 : 1;
 // Where registers are left, bias and residual are on their way during the products.
-constexpr bool EARLY = !SPLIT && HEIGHTS * WIDTH <= 64;
+constexpr bool EARLY = !SPLIT && HEIGHTS * TILE <= 64;
 
-typedef float Sums[HEIGHTS][WIDTH / 2];  // by 64 rows of x; see wgmma in common/sm90.cuh
+typedef float Sums[HEIGHTS][TILE / 2];  // by 64 rows of x; see wgmma in common/sm90.cuh
 
 // Stages in shared memory and two barriers for each. Stages start at multiples of 1024 bytes.
 struct Ring {
@@ -96,19 +85,13 @@ struct Place {
 struct Share {
   int rank;                            // in its cluster
   int first_row, row_step, num_tiles;  // of W, from tile to tile
-  int first_chunk, end_chunk;
+  int first_chunk, end_chunk;          // of columns
   DEV Share(int n, int num_chunks) {
-    const int num_clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+    const int cluster = blockIdx.x / CLUSTER, num_clusters = gridDim.x / CLUSTER;
     rank = blockIdx.x % CLUSTER;
-    if (SPLIT) {
-      first_row = cluster * TILE, row_step = 0, num_tiles = 1;
-      first_chunk = rank * num_chunks / CLUSTER, end_chunk = (rank + 1) * num_chunks / CLUSTER;
-    } else {
-      const int cluster_tiles = (n + CLUSTER * TILE - 1) / (CLUSTER * TILE);
-      first_row = blockIdx.x * TILE, row_step = gridDim.x * TILE;
-      num_tiles = (cluster_tiles - cluster + num_clusters - 1) / num_clusters;
-      first_chunk = 0, end_chunk = num_chunks;
-    }
+    first_row = cluster * TILE, row_step = num_clusters * TILE;
+    num_tiles = SPLIT ? 1 : ((n + TILE - 1) / TILE - cluster + num_clusters - 1) / num_clusters;
+    first_chunk = rank * num_chunks / CLUSTER, end_chunk = (rank + 1) * num_chunks / CLUSTER;
   }
   DEV int num_units() const { return num_tiles * (end_chunk - first_chunk); }
 };
@@ -138,25 +121,21 @@ struct Producer {
   const Ring& ring;
   const Share& share;
   const TensorMap *w_map, *x_map;
+  u32 unit_bytes;
   int num_units, ahead;  // the first `ahead` units find their stages empty
   Cursor w, x;           // what is fetched next
 
-  DEV Producer(const Ring& ring, const Share& share, const TensorMap* w_map, const TensorMap* x_map)
-      : ring(ring), share(share), w_map(w_map), x_map(x_map), num_units(share.num_units()),
-        ahead(min(num_units, STAGES)), w{share.first_row, share.first_chunk}, x(w) {}
+  DEV Producer(const Ring& ring, const Share& share, const TensorMap* w_map, const TensorMap* x_map, int m)
+      : ring(ring), share(share), w_map(w_map), x_map(x_map), unit_bytes(W_BYTES + m * 128),
+        num_units(share.num_units()), ahead(min(num_units, STAGES)), w{share.first_row, share.first_chunk}, x(w) {}
   DEV void load_w() {
     const u32 barrier = ring.full(w.place.stage);
-    mbarrier_arrive_expect(barrier, STAGE);
-#pragma unroll
-    for (int i = 0; i < GROUPS_N; i++)
-      tma_load_2d(ring.w(w.place.stage) + i * WIDTH * 128, w_map, barrier, w.chunk * CHUNK, w.row + i * WIDTH);
+    mbarrier_arrive_expect(barrier, unit_bytes);
+    tma_load_2d(ring.w(w.place.stage), w_map, barrier, w.chunk * CHUNK, w.row);
     w.advance(share);
   }
   DEV void load_x() {
-    const u32 barrier = ring.full(x.place.stage), to = ring.x(x.place.stage);
-    const int row = MULTICAST ? share.rank * X_SHARE : 0;
-    if (MULTICAST) tma_load_2d_to((1 << CLUSTER) - 1, to + row * 128, x_map, barrier, x.chunk * CHUNK, row);
-    else tma_load_2d(to, x_map, barrier, x.chunk * CHUNK, row);
+    tma_load_2d(ring.x(x.place.stage), x_map, ring.full(x.place.stage), x.chunk * CHUNK, 0);
     x.advance(share);
   }
   // Before the kernel in front of this one has ended: it never writes W.
@@ -181,10 +160,9 @@ struct Producer {
 struct Quartet {
   int row, column;  // of x, of out
   int count;        // octets that there are
-  DEV Quartet(int band, int quartet, int first_row) {  // bands: warps of the first warpgroup, of the second ...
-    const int group = band / (4 * HEIGHTS), height = band / 4 % HEIGHTS;
-    row = (group / GROUPS_N * HEIGHTS + height) * 64 + band % 4 * 16;
-    column = (first_row + group % GROUPS_N * WIDTH) / BLENDED + quartet * 32;
+  DEV Quartet(int band, int quartet, int first_row) {
+    row = band * 16;
+    column = first_row / BLENDED + quartet * 32;
     count = min(4, OUT_OCTETS - quartet * 4);
   }
   DEV int lane_row(int lower) const { return row + 8 * lower + (threadIdx.x >> 2 & 7); }
@@ -288,7 +266,7 @@ DEV void send(const Ring& ring, int item, int count, int sender, const float* su
 // One warp: quartets of this block.
 DEV void add_parcels(const Params& p, const Ring& ring, const Share& share) {
   const int lane = threadIdx.x & 31;
-  for (int item = (threadIdx.x >> 5) * CLUSTER + share.rank; item < BANDS * QUARTETS; item += 4 * CONSUMERS * CLUSTER) {
+  for (int item = (threadIdx.x >> 5) * CLUSTER + share.rank; item < BANDS * QUARTETS; item += 4 * WARPGROUPS * CLUSTER) {
     const Quartet q = quartet_of(item, share.first_row);
     if (q.row >= p.m) continue;
     Bias bias;
@@ -344,12 +322,11 @@ DEV void squares_of_rows(float half, float (&squares)[2]) {
 // One warpgroup.
 DEV void consume(const Params& p, const Ring& ring, const Share& share) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, group = threadIdx.x >> 7;
-  const u32 x_offset = group / GROUPS_N * HEIGHTS * 64 * 128, w_offset = group % GROUPS_N * WIDTH * 128;
+  const u32 x_offset = group * HEIGHTS * 64 * 128;
   const int first_band = group * 4 * HEIGHTS + warp;  // and every fourth
   auto release = [&](u32 stage) {
     if (NORMED) __syncwarp();  // all lanes have read x
-    if (MULTICAST && lane < CLUSTER) mbarrier_arrive_at(ring.empty(stage), lane);
-    if (!MULTICAST && lane == 0) mbarrier_arrive(ring.empty(stage));
+    if (lane == 0) mbarrier_arrive(ring.empty(stage));
   };
   float half_squares[HEIGHTS] = {}, factor[HEIGHTS][2] = {};
   Place place;
@@ -372,7 +349,7 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
     u32 before = 0;  // the stage of the chunk before
     for (int chunk = share.first_chunk; chunk < share.end_chunk; chunk++) {
       mbarrier_wait(ring.full(place.stage), place.parity);
-      const u32 x = ring.x(place.stage) + x_offset, w = ring.w(place.stage) + w_offset;
+      const u32 x = ring.x(place.stage) + x_offset, w = ring.w(place.stage);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < CHUNK / 16; k++)
@@ -418,8 +395,8 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
 }
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM) wide_gemm_sm90(
-    const __grid_constant__ TensorMap w_map,  // [n, k], box [WIDTH, CHUNK]
-    const __grid_constant__ TensorMap x_map,  // [m, k], box [X_SHARE, CHUNK]
+    const __grid_constant__ TensorMap w_map,  // [n, k], box [TILE, CHUNK]
+    const __grid_constant__ TensorMap x_map,  // [m, k], box [m, CHUNK]
     scalar_t* out,                            // [m, n], gated: [m, n / 2]; rows at multiples of 16 bytes
     const scalar_t* residual,                 // the same, or null
     const scalar_t* bias,                     // [n] or null
@@ -430,15 +407,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
   const Ring ring(raw);
   const Share share(n, (k + CHUNK - 1) / CHUNK);
   const Params params{out, residual, bias, m, n, out_stride, residual_stride, 1.f / k, eps};
-  Producer producer(ring, share, &w_map, &x_map);
-  const bool produces = threadIdx.x == 128 * CONSUMERS;
+  Producer producer(ring, share, &w_map, &x_map, m);
+  const bool produces = threadIdx.x == 128 * WARPGROUPS;
   if (produces) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(ring.full(i), 1);
-      mbarrier_init(ring.empty(i), 4 * CONSUMERS * (MULTICAST ? CLUSTER : 1));  // one arrival per consumer warp
+      mbarrier_init(ring.empty(i), 4 * WARPGROUPS);  // one arrival per consumer warp
     }
     if (SPLIT) {
-      mbarrier_init(ring.ready(), 4 * CONSUMERS * CLUSTER);
+      mbarrier_init(ring.ready(), 4 * WARPGROUPS * CLUSTER);
       mbarrier_init(ring.received(), 1);
       mbarrier_arrive_expect(ring.received(), bytes_to_receive(params, share));
     }
@@ -449,13 +426,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
   cluster_meet();          // nothing is sent to a block before its barriers exist
   grid_dependency_wait();  // x and the residual are read and out is written from here on
   grid_dependency_launch();
-  if (threadIdx.x >= 128 * CONSUMERS) {
+  if (threadIdx.x >= 128 * WARPGROUPS) {
     if (MOVES_REGISTERS) registers_give<40>();
     if (produces) producer.run();
   } else {
-    if (MOVES_REGISTERS) registers_take<CONSUMERS == 2 ? 232 : 152>();
+    if (MOVES_REGISTERS) registers_take<WARPGROUPS == 2 ? 232 : 152>();
     consume(params, ring, share);
     if (SPLIT) add_parcels(params, ring, share);
   }
-  if (MULTICAST) cluster_meet();  // no block ends while others send to it
 }

@@ -52,7 +52,7 @@ def fused_linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract."""
-    few_rows = kernel_for(x, w)
+    few_rows = kernel_for(x, w, norm_eps is not None or residual is not None)
     if few_rows is not None:
         options = {"norm_eps": norm_eps, "gated": gated, "residual": residual}
         return few_rows(x, w, bias, residual, **options)
@@ -66,16 +66,17 @@ def fused_linear(
     return y if residual is None else residual.add_(y)
 
 
-def kernel_for(x: Tensor, w: Tensor) -> Callable[..., Tensor] | None:
+def kernel_for(x: Tensor, w: Tensor, is_surrounded: bool) -> Callable[..., Tensor] | None:
     """The kernel of ours for this product, with the signature of fused_product.reference; None: torch's
-    library is faster, or the only one that takes such tensors."""
+    library is faster, or the only one that takes such tensors. A product with nothing around it is a model's
+    head: to read its large W for more than 16 rows, the library takes no longer."""
     if not x.is_cuda or len(x) > MOST_FEW_ROWS:
         return None
     if skinny.is_chosen(x, w):
         return skinny.skinny_gemm
     if narrow.is_chosen(x, w):
         return narrow.narrow_gemm
-    return wide.wide_gemm_sm90 if wide.is_chosen(x, w) else None
+    return wide.wide_gemm_sm90 if is_surrounded and wide.is_chosen(x, w) else None
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A matrix product with what surrounds it, for 9 to 32 rows, and possible for 64: bound by reading W.
+"""A matrix product with what surrounds it, for 16 rows and fewer, and possible for 64: bound by reading W.
 
 Contract: engine/ops/fused_product.py, and here
     x        [M, K] bfloat16 or float16, 1 <= M <= 64, K a multiple of 8, last dimension contiguous, rows at
@@ -27,14 +27,11 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_product, jit
-from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_aligned
+from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_aligned, is_hopper, most_rows
 
-# Where `linear` takes this kernel and not torch's library, on Hopper: measured in decode steps on an H200.
-# Beyond, x is read too often; within, the library is no faster, and cannot start before the kernel in front
-# has ended.
-CHOSEN_ROWS = range(9, 33)
-LARGE_BYTES = 24 << 20  # of W; with more,
-LARGE_ROWS = 16  # rows of x at most
+# Up to how many rows of x `linear` takes this kernel on Hopper, where skinny_gemm does not: beyond, wide_gemm_sm90
+# is faster.
+CHOSEN_ROWS = 16
 
 MAX_ROWS = 64
 THREADS = 256
@@ -193,8 +190,7 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
 
 
 def pays(m: int, n: int, k: int, device: Device) -> bool:
-    fits = m <= LARGE_ROWS or 2 * n * k <= LARGE_BYTES
-    return device.has_clusters and m in CHOSEN_ROWS and fits
+    return device.has_clusters and most_rows(n, k, on_hopper=True) < m <= CHOSEN_ROWS
 
 
 def check(
@@ -277,8 +273,7 @@ def load(plan: Plan, dtype: torch.dtype, normed: bool) -> jit.Kernel:
 @cache
 def device_of(index: int | None = None) -> Device:
     """A CUDA device (default: the current one); an H200 where there is none."""
-    is_hopper = not torch.cuda.is_available() or jit.device_arch(index) == "sm_90a"
-    return Device(*device_limits(index), has_clusters=is_hopper)
+    return Device(*device_limits(index), has_clusters=is_hopper(index))
 
 
 def make_plan(
@@ -403,13 +398,13 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
         return []
     found = []
     for device in devices_of(config.arch):
-        for rows in (16, 32):
-            for p in products_of(config):
-                if not (pays(rows, p.n, p.k, device) and supports(rows, p.n, p.k, config.dtype)):
-                    continue
-                plan = make_plan(column_tiles_for(rows), p.n, p.k, device, p.gated)
-                if plan is not None:
-                    found.append(variant(plan, config.dtype, p.normed))
+        for p in products_of(config):
+            rows = CHOSEN_ROWS  # fewer have the same plan
+            if not (pays(rows, p.n, p.k, device) and supports(rows, p.n, p.k, config.dtype)):
+                continue
+            plan = make_plan(column_tiles_for(rows), p.n, p.k, device, p.gated)
+            if plan is not None:
+                found.append(variant(plan, config.dtype, p.normed))
     return [spec for i, spec in enumerate(found) if spec not in found[:i]]
 
 

@@ -24,7 +24,15 @@ from torch import Tensor
 from engine.ops import fused_product, jit
 
 MAX_ROWS = 32
-DISPATCH_ROWS = 8  # up to here this kernel is chosen; beyond, others are faster (H200)
+
+# Up to how many rows of x `linear` takes this kernel: on any device, and on Hopper where W has so many bytes (from,
+# to). There narrow_gemm takes over, up to 16 rows. Measured in chains of dependent launches on an H200.
+DISPATCH_ROWS = 8
+FEW_BYTES = range(6 << 20, 24 << 20)  # read in little time, so that adding up sums counts
+FEW_ROWS = 3  # if K > N, none
+MANY_BYTES = range(28 << 20, 200 << 20)
+MANY_ROWS = 16
+
 WARPS = 8
 CHUNK = 64  # columns that a warp multiplies at once
 PIECE = 512  # bytes that a warp loads at once: 8 rows, half a chunk
@@ -170,12 +178,20 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel is the fastest for x [M, K], W [N, K] on a CUDA device."""
     m, (n, k) = x.shape[0], weight.shape
     return (
-        m <= DISPATCH_ROWS
+        m <= most_rows(n, k, is_hopper(x.device.index))
         and supports(m, n, k, x.dtype)
         and weight.is_contiguous()
         and is_aligned(x)
         and is_aligned(weight)
     )
+
+
+def most_rows(n: int, k: int, on_hopper: bool) -> int:
+    """Up to how many rows of x this kernel is the fastest for W [n, k]."""
+    nbytes = 2 * n * k
+    if on_hopper and nbytes in FEW_BYTES:
+        return 0 if k > n else FEW_ROWS
+    return MANY_ROWS if on_hopper and nbytes in MANY_BYTES else DISPATCH_ROWS
 
 
 def is_aligned(matrix: Tensor) -> bool:
@@ -314,7 +330,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
 
 
 def decoder_products(config: jit.KernelConfig) -> list[Product]:
-    """Those of up to DISPATCH_ROWS rows."""
+    """Those that this kernel is chosen for, for each width of x."""
     hidden, inner, attention = (
         config.hidden_size,
         config.intermediate_size,
@@ -322,9 +338,10 @@ def decoder_products(config: jit.KernelConfig) -> list[Product]:
     )
     qkv = attention + 2 * config.num_kv_heads * config.head_dim
     gated = fused_product.can_interleave(2 * inner)
+    on_hopper = is_hopper() if config.arch is None else config.arch == "sm_90a"
     return [
         product
-        for columns in sorted({column_tiles_for(m + 1) for m in range(DISPATCH_ROWS)})
+        for columns, least_rows in ((1, 1), (2, 9))
         for product in (
             Product(columns, qkv, hidden, normed=True),
             Product(columns, hidden, attention),
@@ -332,6 +349,7 @@ def decoder_products(config: jit.KernelConfig) -> list[Product]:
             Product(columns, hidden, inner),
             Product(columns, config.vocab_size, hidden),
         )
+        if least_rows <= most_rows(product.n, product.k, on_hopper)
     ]
 
 
@@ -343,6 +361,12 @@ def possible_tiles(arch: str | None, product: Product) -> list[Tiles]:
         smem_limit = SMEM_LIMITS.get(arch, LEAST_SMEM_LIMIT)
         plans = [make_plan(product, num_sms, smem_limit) for num_sms in range(1, MAX_SMS + 1)]
     return list(dict.fromkeys(plan.tiles for plan in plans if plan is not None))
+
+
+@cache
+def is_hopper(device: int | None = None) -> bool:
+    """Whether a device (default: the current one) is; yes where there is none."""
+    return not torch.cuda.is_available() or jit.device_arch(device) == "sm_90a"
 
 
 def device_limits(device: int | None = None) -> tuple[int, int]:

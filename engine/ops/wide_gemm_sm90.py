@@ -1,4 +1,4 @@
-"""y = x W^T for 33 to 256 rows on Hopper GPUs (sm_90a), near the rate at which W can be read, with what
+"""y = x W^T for 17 to 256 rows on Hopper GPUs (sm_90a), near the rate at which W can be read, with what
 surrounds the product in a decoder.
 
 Contract, besides engine/ops/fused_product.py's
@@ -11,8 +11,9 @@ Contract, besides engine/ops/fused_product.py's
     out       likewise, if given
 
 A row of the result depends on its own row of x alone, and the same call gives the same bits every time.
-How sums are grouped depends on the plan, that is on N, K, the device, and M rounded up to one of ROWS.
-The first product of a plan loads its kernel, which cannot happen while a graph is captured.
+How sums are grouped depends on the plan, that is on N, K, norm and gate, the device, and M
+rounded up to one of ROWS. The first product of a plan loads its kernel, which cannot
+happen while a graph is captured.
 
 The kernel is described in cuda/wide_gemm_sm90.cu, `make_plan` chooses how it cuts up a product. Against
 torch's library it gains by what it does on the way, and where launches depend on each other: the library
@@ -32,71 +33,65 @@ from engine.ops.narrow_gemm import Device, device_of, devices_of
 from engine.ops.skinny_gemm import is_aligned
 from engine.ops.tensor_map import tensor_map
 
-# Where `linear` takes this kernel and not torch's library: rows of x, and bytes of W from and to. To be set
-# by what `scripts/bench_kernels.py --only wide_gemm` measures, its chains above all.
-CHOSEN: tuple[tuple[range, range], ...] = ()
+MAX_BYTES = 1 << 33  # of W, so that the kernel can count its elements in 32 bits
 
-ROWS = (64, 128, 192, 256)  # of x that variants are made for
+# Where `linear` takes this kernel and not torch's library, whose product then has kernels in front and behind:
+# rows of x, and bytes of W from and to. Measured in chains of dependent launches and in decode steps on an H200.
+# Fewer rows are narrow_gemm's and skinny_gemm's.
+MIB = 1 << 20
+CHOSEN = (
+    (range(17, 65), range(MAX_BYTES)),
+    (range(65, 257), range(24 * MIB)),
+    (range(65, 193), range(64 * MIB, MAX_BYTES)),
+)
+
+ROWS = (32, 64, 128, 192, 256)  # of x, up to which plans are made
 CHUNK = 64  # columns of x and W that a stage holds
-CLUSTERS = (1, 2, 4)  # blocks; of eight too few would run at a time
-WIDTHS = (*range(8, 129, 8), 144, 160, 176, 192, 224, 256)  # sizes of N in cuda/common/sm90.cuh
+CLUSTERS = (1, 2, 4)  # blocks that share a tile; of eight too few would run at a time
+TILES = (*range(8, 129, 8), 144, 160, 176, 192, 224, 256)  # sizes of N in cuda/common/sm90.cuh
 MIN_STAGES = 3
 MAX_STAGES = 12
-MAX_ELEMENTS = 1 << 32  # of W, so that the kernel can count in 32 bits
-
-# What a block takes of an SM. A small product leaves room for the next one's block, which fetches its first
-# weights meanwhile; a large one has enough of W under way to keep its share of the memory busy.
-IN_FLIGHT = 96 << 10  # bytes of W
-SMALL_BYTES = 24 << 20  # of W, up to which a product is small
-SMALL_SMEM = 112 << 10  # bytes of shared memory of its blocks
-LEFT_OVER = 8 << 10  # by blocks of a large one, for small kernels
 ALIGNMENT = 1024  # bytes that aligning the stages in shared memory may take
+LEFT_OVER = 8 << 10  # bytes of shared memory that no block takes, for small kernels
 
-# Of one SM of an H200, in bytes a microsecond and in cycles: what estimates are made of.
-MEMORY_RATE = 31e3  # if all SMs read
-L2_RATE = 42e3  # what comes from memory counts, too
-ARRIVAL_RATE = 110e3  # into shared memory, multicast or not
-SHARED_RATE = 224e3  # of shared memory, read by products and written by arrivals
+# What estimates are made of: fitted to 460 timed plans of the products of a 7B and a 0.5B model at 32 to 256 rows,
+# in chains of dependent launches on an H200. The plans that they choose took 1.006 times as long as the fastest
+# ones in the mean, 1.04 at most.
+MEMORY_RATE = 31.8e3  # bytes of W a microsecond, of one SM if all read
 CYCLES_PER_US = 1750.0
-UNIT_US = 0.08  # to wait for a stage, start its products and free it
-LATENCY_US = 1.0  # of a load while all SMs load
-OVERLAP = 0.1  # of the shorter of two things that go on at a time shows
-WRITE_US = 0.6  # of the last tile's results
-CLUSTER_US = 0.3  # for the blocks of a cluster to start together
-SPLIT_US = 1.2  # for the blocks of a cluster to wait for each other and start to add
-ADD_RATE = 40e3  # sums read from other blocks
+CHUNK_US = 0.155  # to wait for a chunk, start its products and free its stage
+PRODUCTS_SHOW = 0.65  # of the time that tensor cores take; the rest is hidden in CHUNK_US
+NORM_US = 0.055  # to add up the squares of 64 rows of x in a chunk
+LATENCY_US = 1.7  # from freeing a stage until its next chunk is there
+OVERLAP = 0.22  # of the shorter of two things that go on at a time shows
+EXCHANGE_US = 0.4  # for the blocks of a cluster to wait for each other's sums
+EXCHANGE_RATE = 20e3  # bytes of sums a microsecond
+CROWDED_US = (
+    1.0  # if blocks of whole tiles take more than half of an SM: the next kernel's start later
+)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a block's warpgroups cover all rows of x and a tile of W's rows: macros of the kernel."""
+    """How a block's warpgroups cover all rows of x: macros of the kernel."""
 
-    groups_m: int  # warpgroups over the rows of x
+    warpgroups: int
     heights: int  # 64 rows of x each, of a warpgroup
-    groups_n: int  # warpgroups over the rows of W
-    widest: int  # rows of W of a warpgroup, so that its sums fit into registers
+    widest: int  # rows of W in a tile, so that a warpgroup's sums fit into registers
+    widest_beside_a_warp: (
+        int  # that fetches; for wider ones it is a warpgroup, which gives its registers away
+    )
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups_m * self.heights
-
-    @property
-    def consumers(self) -> int:
-        return self.groups_m * self.groups_n
-
-    def threads(self, width: int) -> int:
-        """A warp fetches, or, where warpgroups need the registers that it would take, a warpgroup."""
-        limit = {1: 256, 2: 192, 3: 112}[self.consumers]
-        return 128 * self.consumers + (32 if self.heights * width <= limit else 128)
+        return 64 * self.warpgroups * self.heights
 
 
 TILINGS = (
-    Tiling(1, 1, 1, 256),
-    Tiling(1, 1, 2, 160),
-    Tiling(2, 1, 1, 256),
-    Tiling(1, 2, 2, 160),
-    Tiling(3, 1, 1, 192),
-    Tiling(2, 2, 1, 160),
+    Tiling(1, 1, 256, 256),
+    Tiling(2, 1, 256, 192),
+    Tiling(3, 1, 192, 112),
+    Tiling(2, 2, 160, 96),
 )
 
 
@@ -105,9 +100,8 @@ class Plan:
     """How one product is cut up."""
 
     tiling: Tiling
-    width: int  # rows of W of a warpgroup
-    cluster: int  # blocks that share x, by multicast or, split, by columns
-    is_split: bool
+    tile: int  # rows of W
+    cluster: int  # blocks that share a tile, by columns
     grid: int  # blocks
     rounds: int  # tiles, one after another, of the block that has most
     num_chunks: int  # of K
@@ -115,51 +109,39 @@ class Plan:
     stages: int = MIN_STAGES
 
     @property
-    def tile(self) -> int:
-        """Rows of W."""
-        return self.width * self.tiling.groups_n
+    def threads(self) -> int:
+        fetching = 32 if self.tile <= self.tiling.widest_beside_a_warp else 128
+        return 128 * self.tiling.warpgroups + fetching
 
     @property
     def units(self) -> int:
         """Chunks that a block reads, of all its tiles."""
-        return (
-            -(-self.num_chunks // self.cluster) if self.is_split else self.rounds * self.num_chunks
-        )
+        return self.rounds * -(-self.num_chunks // self.cluster)
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * CHUNK * (self.tiling.rows + self.tile)
+        """A chunk of x and W, and two barriers."""
+        return 2 * CHUNK * (self.tiling.rows + self.tile) + 16
 
     @property
     def smem_bytes(self) -> int:
-        """Of a block: alignment, stages with two barriers each, two more barriers."""
-        return ALIGNMENT + self.stages * (self.stage_bytes + 16) + 16
+        """Of a block: alignment, stages, two more barriers."""
+        return ALIGNMENT + self.stages * self.stage_bytes + 16
 
     @property
     def parcel_bytes(self) -> int:
         """What a block of a split product receives, where its stages were: sums, and squares of its rows."""
-        if not self.is_split:
+        if self.cluster == 1:
             return 0
-        octets, blended = self.width // 8, 2 if self.gated else 1
-        bands, quartets = (
-            4 * self.tiling.consumers * self.tiling.heights,
-            -(-octets // (4 * blended)),
-        )
+        octets, blended = self.tile // 8, 2 if self.gated else 1
+        bands, quartets = self.tiling.rows // 16, -(-octets // (4 * blended))
         dealt = -(-bands * quartets // self.cluster)
         return 16 * dealt * self.cluster * (32 * min(octets, 4 * blended) + 8)
 
-    @property
-    def x_box(self) -> int:
-        """Rows of x that a block fetches."""
-        return self.tiling.rows if self.is_split else self.tiling.rows // self.cluster
-
     def __str__(self) -> str:
-        """Clusters, x or / (split), blocks in each; warpgroups x rows of W; rounds; stages."""
-        share = "/" if self.is_split else "x"
+        """Tiles, by as many blocks each; rows of W; rounds; stages."""
         rounds = f" r{self.rounds}" if self.rounds > 1 else ""
-        clusters = self.grid // self.cluster
-        tile = f"{self.tiling.groups_n}x{self.width}"
-        return f"{clusters}{share}{self.cluster} {tile}{rounds} s{self.stages}"
+        return f"{self.grid // self.cluster}/{self.cluster} x{self.tile}{rounds} s{self.stages}"
 
 
 def wide_gemm_sm90(
@@ -181,7 +163,7 @@ def wide_gemm_sm90(
     m, (n, k) = x.shape[0], w.shape
     if out is None:
         out = torch.empty((m, n // 2 if gated else n), dtype=x.dtype, device=x.device)
-    plan = prepare(rows_for(m), n, k, gated, x.device.index)
+    plan = prepare(rows_for(m), n, k, gated, norm_eps is not None, x.device.index)
     launch(x, w, bias, out, plan, norm_eps, residual)
     return out
 
@@ -198,10 +180,10 @@ def launch(
     """The product by a given plan, for tensors within the contract."""
     load(plan, x.dtype, norm_eps is not None, residual is not None)(
         (plan.grid,),
-        (plan.tiling.threads(plan.width),),
+        (plan.threads,),
         (
-            tensor_map(w, (plan.width, CHUNK)),
-            tensor_map(x, (plan.x_box, CHUNK)),
+            tensor_map(w, (plan.tile, CHUNK)),
+            tensor_map(x, (x.shape[0], CHUNK)),
             out.data_ptr(),
             residual.data_ptr() if residual is not None else 0,
             bias.data_ptr() if bias is not None else 0,
@@ -218,11 +200,11 @@ def launch(
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the kernel can multiply [m, k] by [n, k] transposed."""
     fits = 1 <= m <= ROWS[-1] and n >= 8 and n % 8 == 0 and k >= 8 and k % 8 == 0
-    return fits and n * k < MAX_ELEMENTS and dtype in (torch.bfloat16, torch.float16)
+    return fits and 2 * n * k < MAX_BYTES and dtype in (torch.bfloat16, torch.float16)
 
 
 def is_chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is the fastest for x [M, K], W [N, K] on their CUDA device."""
+    """Whether this kernel is the fastest for x [M, K], W [N, K] on their CUDA device, and what surrounds them."""
     m, (n, k) = x.shape[0], weight.shape
     return (
         pays(m, n, k)
@@ -294,12 +276,12 @@ def rows_for(m: int) -> int:
 
 
 @cache
-def prepare(rows: int, n: int, k: int, gated: bool, device: int | None) -> Plan:
+def prepare(rows: int, n: int, k: int, gated: bool, normed: bool, device: int | None) -> Plan:
     """The plan of a product on a device. Raises ValueError on a device that is not Hopper's."""
     limits = device_of(device)
     if not limits.has_clusters:
         raise ValueError("wide_gemm_sm90 needs a Hopper GPU (sm_90); use torch's linear on others")
-    return make_plan(rows, n, k, limits, gated)
+    return make_plan(rows, n, k, limits, gated, normed)
 
 
 @cache
@@ -308,82 +290,83 @@ def load(plan: Plan, dtype: torch.dtype, normed: bool, residual: bool) -> jit.Ke
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
 
 
-def make_plan(rows: int, n: int, k: int, device: Device, gated: bool = False) -> Plan:
-    """The plan with the shortest estimate."""
+def make_plan(
+    rows: int, n: int, k: int, device: Device, gated: bool = False, normed: bool = False
+) -> Plan:
+    """The plan with the shortest estimate for up to `rows` rows, one of ROWS."""
     plans = candidates(rows, n, k, device, gated)
-    return min(plans, key=lambda plan: estimate(plan, n, k, device))
+    return min(plans, key=lambda plan: estimate(plan, rows, n, k, normed, device))
 
 
 def candidates(rows: int, n: int, k: int, device: Device, gated: bool = False) -> list[Plan]:
-    """For each tiling and size of cluster, the lowest tiles that cover W in the fewest rounds and in one more,
-    and, split, in one."""
-    plans = (with_stages(plan, n, k, device) for plan in unstaged_plans(rows, n, k, device, gated))
-    return [plan for plan in plans if plan is not None]
+    """For each size of cluster the lowest tiles that cover W in one round, or, of single blocks, in the fewest and
+    in one more; with as many stages as fit into half of an SM's shared memory, and into all."""
+    limits = (half_of(device), device.smem_limit - LEFT_OVER)
+    plans = [
+        replace(plan, stages=stages)
+        for plan in unstaged_plans(rows, n, k, device, gated)
+        for stages in [most_stages(plan, limit) for limit in limits]
+        if stages is not None
+    ]
+    return list(dict.fromkeys(plans))
 
 
 def unstaged_plans(rows: int, n: int, k: int, device: Device, gated: bool) -> Iterator[Plan]:
+    tiling = next(tiling for tiling in TILINGS if rows <= tiling.rows)
     num_chunks = -(-k // CHUNK)
-    for tiling in TILINGS:
-        if tiling.rows != rows:
+    for cluster in CLUSTERS:
+        limit = device.clusters_of(cluster)  # tiles at a time
+        if limit == 0 or num_chunks < cluster:
             continue
-        for cluster in CLUSTERS:
-            limit = device.clusters_of(cluster)
-            if limit == 0:
-                continue
-            least = -(-n // (limit * cluster * tiling.widest * tiling.groups_n))
-            for rounds in (least, least + 1):
-                width = width_for(n, limit * cluster * rounds, tiling, gated)
-                if width is None:
-                    continue
-                tiles = -(-n // (width * tiling.groups_n * cluster))  # of a cluster
-                actual = -(-tiles // limit)
-                grid = -(-tiles // actual) * cluster
-                yield Plan(tiling, width, cluster, False, grid, actual, num_chunks, gated)
-            width = width_for(n, limit, tiling, gated)
-            if cluster > 1 and width is not None and num_chunks >= cluster:
-                grid = -(-n // (width * tiling.groups_n)) * cluster
-                yield Plan(tiling, width, cluster, True, grid, 1, num_chunks, gated)
+        least = -(-n // (limit * tiling.widest))
+        for rounds in (least, least + 1) if cluster == 1 else (1,):
+            tile = tile_for(n, limit * rounds, tiling, gated)
+            if tile is not None:
+                num_tiles = -(-n // tile)
+                actual = -(-num_tiles // limit)
+                grid = -(-num_tiles // actual) * cluster
+                yield Plan(tiling, tile, cluster, grid, actual, num_chunks, gated)
 
 
-def width_for(n: int, num_tiles: int, tiling: Tiling, gated: bool) -> int | None:
-    """The smallest for which so many tiles cover W; None if that is too wide."""
-    least = n / (num_tiles * tiling.groups_n)
+def tile_for(n: int, num_tiles: int, tiling: Tiling, gated: bool) -> int | None:
+    """The lowest of which so many cover W; None if that is too wide for the registers."""
     unit = 2 * fused_product.GROUP if gated else 8
-    fitting = (width for width in WIDTHS if width >= least and width % unit == 0)
-    return next((width for width in fitting if width <= tiling.widest), None)
+    fitting = (tile for tile in TILES if tile * num_tiles >= n and tile % unit == 0)
+    return next((tile for tile in fitting if tile <= tiling.widest), None)
 
 
-def with_stages(plan: Plan, n: int, k: int, device: Device) -> Plan | None:
-    """As many stages as it takes to have enough of W under way, or all that a block reads; None if too few fit."""
-    each = plan.stage_bytes + 16
-    fitting = (device.smem_limit - LEFT_OVER - ALIGNMENT - 16) // each
-    wanted = min(-(-IN_FLIGHT // (2 * CHUNK * plan.tile)), plan.units, MAX_STAGES)
-    if 2 * n * k <= SMALL_BYTES:
-        wanted = min(wanted, (SMALL_SMEM - ALIGNMENT) // each)
-    least = max(MIN_STAGES, -(-plan.parcel_bytes // plan.stage_bytes))
-    return replace(plan, stages=min(fitting, max(wanted, least))) if fitting >= least else None
+def most_stages(plan: Plan, smem_bytes: int) -> int | None:
+    """As many as fit and are of use; None if too few fit."""
+    fitting = (smem_bytes - ALIGNMENT - 16) // plan.stage_bytes
+    least = max(MIN_STAGES, -(-plan.parcel_bytes // (plan.stage_bytes - 16)))
+    stages = min(fitting, max(least, min(plan.units, MAX_STAGES)))
+    return stages if stages >= least else None
 
 
-def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
-    """Microseconds from the first load to the last store, but for a constant."""
-    tiling = plan.tiling
-    w_bytes, x_bytes = 2 * CHUNK * plan.tile, 2 * CHUNK * tiling.rows  # of a unit
-    from_l2 = w_bytes + (x_bytes if plan.is_split else x_bytes / plan.cluster)
-    instructions = CHUNK // 16 * tiling.rows // 64 * tiling.groups_n
-    shared = w_bytes + x_bytes + instructions * 32 * (64 + plan.width)
-    unit = max(
-        from_l2 / L2_RATE,
-        (w_bytes + x_bytes) / ARRIVAL_RATE,
-        shared / SHARED_RATE,
-        instructions * plan.width / 2 / CYCLES_PER_US,
-        LATENCY_US / plan.stages,
-        UNIT_US,
-    )
-    reading, working = 2 * n * k / (device.num_sms * MEMORY_RATE), plan.units * unit
-    time = WRITE_US + max(reading, working) + OVERLAP * min(reading, working)
+def estimate(plan: Plan, rows: int, n: int, k: int, normed: bool, device: Device) -> float:
+    """Microseconds for `rows` of x, but for a constant."""
+    chunk = CHUNK_US + PRODUCTS_SHOW * product_cycles(plan) / CYCLES_PER_US
+    if normed:  # in the first of several tiles
+        chunk += NORM_US * plan.tiling.rows / 64 / plan.rounds
+    refills = max(0, plan.units - plan.stages)
+    working = plan.units * chunk + refills * max(0.0, LATENCY_US / plan.stages - chunk)
+    reading = 2 * n * k / (device.num_sms * MEMORY_RATE)
+    time = max(reading, working) + OVERLAP * min(reading, working)
     if plan.cluster > 1:
-        time += CLUSTER_US
-    return time + (SPLIT_US + plan.parcel_bytes / ADD_RATE if plan.is_split else 0.0)
+        sent = 4 * rows * plan.tile * (plan.cluster - 1) / plan.cluster
+        return time + EXCHANGE_US + sent / EXCHANGE_RATE
+    return time + CROWDED_US * (plan.smem_bytes > half_of(device))
+
+
+def product_cycles(plan: Plan) -> float:
+    """Of an SM's tensor cores, for a chunk: they multiply, or wait for 16 columns from shared memory."""
+    instructions = CHUNK // 16 * plan.tiling.rows // 64
+    return instructions * max(plan.tile / 2, 16 + plan.tile / 4)
+
+
+def half_of(device: Device) -> int:
+    """Bytes of shared memory of a block beside which another finds room."""
+    return (device.smem_limit - ALIGNMENT) // 2
 
 
 def variant(
@@ -391,14 +374,12 @@ def variant(
 ) -> jit.VariantSpec:
     defines = {
         jit.scalar_define(dtype): 1,
-        "GROUPS_M": plan.tiling.groups_m,
+        "WARPGROUPS": plan.tiling.warpgroups,
         "HEIGHTS": plan.tiling.heights,
-        "GROUPS_N": plan.tiling.groups_n,
-        "WIDTH": plan.width,
-        "THREADS": plan.tiling.threads(plan.width),
+        "TILE": plan.tile,
+        "THREADS": plan.threads,
         "STAGES": plan.stages,
         "CLUSTER": plan.cluster,
-        "SPLIT": int(plan.is_split),
         "NORMED": int(normed),
         "GATED": int(plan.gated),
         "RESIDUAL": int(residual),
@@ -413,7 +394,12 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     given, on every card of that architecture."""
     devices = [device for device in devices_of(config.arch) if device.has_clusters]
     found = [
-        variant(make_plan(rows, p.n, p.k, device, p.gated), config.dtype, p.normed, p.residual)
+        variant(
+            make_plan(rows, p.n, p.k, device, p.gated, p.normed),
+            config.dtype,
+            p.normed,
+            p.residual,
+        )
         for rows in ROWS
         for p in products_of(config)
         if supports(rows, p.n, p.k, config.dtype)
@@ -438,10 +424,9 @@ def products_of(config: jit.KernelConfig) -> list[Product]:
     attention, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     gated = fused_product.can_interleave(2 * inner)
-    return [
+    return [  # but for the head, which has nothing around it
         Product(attention + 2 * kv, hidden, normed=True),
         Product(hidden, attention, residual=True),
         Product(2 * inner, hidden, normed=True, gated=gated),
         Product(hidden, inner, residual=True),
-        Product(config.vocab_size, hidden),
     ]

@@ -23,15 +23,10 @@ MODULES = (activation, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90)
 Launch = tuple[str, str, tuple[tuple[str, object], ...], int]
 
 
-@pytest.fixture(autouse=True)
-def without_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_wide_gemm_sm90.py compiles what that kernel is chosen for."""
-    monkeypatch.setattr(wide_gemm_sm90, "CHOSEN", ())
-
-
 @pytest.fixture
-def launched() -> Iterator[set[Launch]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
     """What launchers ask for, instead of launching it."""
+    monkeypatch.setattr(wide_gemm_sm90, "tensor_map", lambda tensor, box: None)
     asked: set[Launch] = set()
 
     def kernel(
@@ -55,38 +50,56 @@ def launched() -> Iterator[set[Launch]]:
 # --- the choice ---
 
 
-def chosen(m: int, w: Tensor, dtype: torch.dtype = BF16) -> str | None:
-    kernel = op.kernel_for(as_if_cuda(torch.zeros(m, w.shape[1], dtype=dtype)), w)
+def chosen(m: int, w: Tensor, dtype: torch.dtype = BF16, is_surrounded: bool = True) -> str | None:
+    x = as_if_cuda(torch.zeros(m, w.shape[1], dtype=dtype))
+    kernel = op.kernel_for(x, w, is_surrounded)
     return None if kernel is None else kernel.__name__
 
 
-def test_few_rows_go_to_our_kernels() -> None:
-    w = torch.zeros(64, 96, dtype=BF16)
-    for m in (1, 8):
-        assert chosen(m, w) == "skinny_gemm"
-    for m in (9, 16, 32):
-        assert chosen(m, w) == "narrow_gemm"
-    for m in (33, 64, 256, 257, 5000):
-        assert chosen(m, w) is None
-    assert op.kernel_for(torch.zeros(4, 96, dtype=BF16), w) is None, "not on a CPU"
+SKINNY, NARROW, WIDE, LIBRARY = "skinny_gemm", "narrow_gemm", "wide_gemm_sm90", None
 
 
-def test_the_kernel_for_many_rows_is_taken_where_it_was_measured(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("n", "k", "kernels"),
+    [  # W of 2, 17, 8, 31, 130 and 259 MiB; from row to row
+        (1152, 896, {1: SKINNY, 9: NARROW, 17: WIDE, 257: LIBRARY}),
+        (9728, 896, {1: SKINNY, 4: NARROW, 17: WIDE, 257: LIBRARY}),
+        (896, 4864, {1: NARROW, 17: WIDE, 257: LIBRARY}),
+        (4608, 3584, {1: SKINNY, 17: WIDE, 65: LIBRARY}),
+        (3584, 18944, {1: SKINNY, 17: WIDE, 193: LIBRARY}),
+        (37888, 3584, {1: SKINNY, 9: NARROW, 17: WIDE, 193: LIBRARY}),
+    ],
+)
+def test_each_number_of_rows_goes_where_it_is_fastest(
+    n: int, k: int, kernels: dict[int, str | None]
 ) -> None:
-    w = torch.zeros(64, 96, dtype=BF16)
-    monkeypatch.setattr(wide_gemm_sm90, "CHOSEN", ((range(49, 65), range(0, 64 * 96 * 2 + 1)),))
-    assert [m for m in (32, 48, 49, 64, 65) if chosen(m, w) == "wide_gemm_sm90"] == [49, 64]
-    monkeypatch.setattr(wide_gemm_sm90, "CHOSEN", ((range(49, 65), range(0, 64 * 96 * 2)),))
-    assert chosen(64, w) is None
+    w = torch.empty(n, k, dtype=BF16)
+    want = None
+    for m in range(1, 300):
+        want = kernels.get(m, want)
+        assert chosen(m, w) == want, f"{m} rows"
+        few = want if m <= 16 else LIBRARY  # the head of many rows
+        assert chosen(m, w, is_surrounded=False) == few, f"{m} rows"
+    assert op.kernel_for(torch.zeros(4, k, dtype=BF16), w, True) is None, "not on a CPU"
+
+
+def test_other_devices_have_a_kernel_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_gemm, "is_hopper", lambda index=None: False)
+    other = narrow_gemm.Device(108, 163 << 10, has_clusters=False)
+    for module in (narrow_gemm, wide_gemm_sm90):
+        monkeypatch.setattr(module, "device_of", lambda index=None: other)
+    for shape_of_w in ((9728, 896), (896, 4864), (4608, 3584)):
+        w = torch.empty(shape_of_w, dtype=BF16)
+        assert [m for m in range(1, 100) if chosen(m, w)] == list(range(1, 9))
+        assert chosen(8, w) == SKINNY
 
 
 def test_what_our_kernels_cannot_read_goes_to_the_library() -> None:
     w = torch.zeros(64, 96, dtype=BF16)
-    for m in (4, 16):
+    for m in (4, 16, 50):
         odd = torch.zeros(m, 100, dtype=BF16)[:, 1:97]  # rows between multiples of 16 bytes
-        assert op.kernel_for(as_if_cuda(odd), w) is None
-        assert op.kernel_for(as_if_cuda(torch.zeros(m, 64, dtype=BF16)), w[:, :64]) is None
+        assert op.kernel_for(as_if_cuda(odd), w, True) is None
+        assert op.kernel_for(as_if_cuda(torch.zeros(m, 64, dtype=BF16)), w[:, :64], True) is None
         assert chosen(m, w.float(), FP32) is None
         assert chosen(m, torch.zeros(64, 90, dtype=BF16)) is None
     assert chosen(16, torch.zeros(63, 96, dtype=BF16)) is None, "narrow_gemm stores pairs"
@@ -166,11 +179,11 @@ def test_products_of_few_rows_are_compiled_ahead_and_no_others(
     model = decoder(SHAPES[name], dtype)
     for num_rows in range(1, 17):
         run_products(model, num_rows, dtype)
-    sources = {source for source, *_ in launched}
-    assert {"skinny_gemm.cu", "narrow_gemm.cu", "rms_norm.cu"} <= sources
+    products = {"skinny_gemm.cu", "narrow_gemm.cu"}
+    assert products <= {source for source, *_ in launched}
     assert launched <= listed(SHAPES[name], dtype)
     unused = listed(SHAPES[name], dtype) - launched
-    assert not [spec for spec in unused if spec[0] == "skinny_gemm.cu"]
+    assert not [spec for spec in unused if spec[0] in products]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -183,9 +196,11 @@ def test_products_of_many_rows_are_compiled_ahead(
 
     monkeypatch.setattr(op, "F", SimpleNamespace(linear=library))
     model = decoder(SHAPES[name], dtype)
-    for num_rows in (1, 24, 32, 33, 300):
+    for num_rows in (1, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 300):
         run_products(model, num_rows, dtype)
     assert launched <= listed(SHAPES[name], dtype)
+    unused = listed(SHAPES[name], dtype) - launched
+    assert not [spec for spec in unused if spec[0] == "wide_gemm_sm90.cu"]
     gates = [dict(defines) for source, _, defines, _ in launched if source == "activation.cu"]
     is_interleaved = dtype is not FP32 and name == "SmolLM2-135M"
     has_kernel = is_interleaved or dtype is FP32

@@ -148,7 +148,10 @@ def test_plans_cover_all_rows_within_memory(num_sms: int, smem_limit: int) -> No
 
 
 def test_small_products_leave_memory_to_the_next_kernel() -> None:
-    for product in op.decoder_products(MODELS["Qwen2.5-0.5B fp16"])[:4]:  # all but the head
+    config = MODELS["Qwen2.5-0.5B fp16"]
+    for product in op.decoder_products(config):
+        if product.n == config.vocab_size:
+            continue
         plan = op.make_plan(product, *op.H200)
         assert plan is not None
         assert 2 * (plan.tiles.smem_bytes + 1024) <= 228 * 1024
