@@ -82,14 +82,6 @@ DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
       :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
-// The same into every block of the cluster whose bit `blocks` has: each gets the box at this address of its
-// own memory, and its bytes count at its own barrier.
-DEV void tma_load_2d_to(u32 blocks, u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4}], [%2], %5;"
-      :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)blocks) : "memory");
-}
 DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"

@@ -138,6 +138,10 @@ class Plan:
         dealt = -(-bands * quartets // self.cluster)
         return 16 * dealt * self.cluster * (32 * min(octets, 4 * blended) + 8)
 
+    @property
+    def least_stages(self) -> int:
+        return max(MIN_STAGES, -(-self.parcel_bytes // (self.stage_bytes - 16)))
+
     def __str__(self) -> str:
         """Tiles, by as many blocks each; rows of W; rounds; stages."""
         rounds = f" r{self.rounds}" if self.rounds > 1 else ""
@@ -338,9 +342,8 @@ def tile_for(n: int, num_tiles: int, tiling: Tiling, gated: bool) -> int | None:
 def most_stages(plan: Plan, smem_bytes: int) -> int | None:
     """As many as fit and are of use; None if too few fit."""
     fitting = (smem_bytes - ALIGNMENT - 16) // plan.stage_bytes
-    least = max(MIN_STAGES, -(-plan.parcel_bytes // (plan.stage_bytes - 16)))
-    stages = min(fitting, max(least, min(plan.units, MAX_STAGES)))
-    return stages if stages >= least else None
+    stages = min(fitting, max(plan.least_stages, min(plan.units, MAX_STAGES)))
+    return stages if stages >= plan.least_stages else None
 
 
 def estimate(plan: Plan, rows: int, n: int, k: int, normed: bool, device: Device) -> float:

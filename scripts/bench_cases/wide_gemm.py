@@ -42,16 +42,15 @@ PRODUCTS = {
 
 @cache
 def plans_of(m: int, product: Product) -> list[Plan]:
-    """The best estimate, and the two best that share x otherwise, unless they are far behind."""
-    device, (n, k) = device_of(), (product.n, product.k)
-    plans = op.candidates(op.rows_for(m), n, k, device, product.gated)
-    plans.sort(key=lambda plan: op.estimate(plan, n, k, device))
-    limit = FAR_BEHIND * op.estimate(plans[0], n, k, device)
-    best: dict[tuple[int, bool], Plan] = {}
-    for plan in plans:
-        if op.estimate(plan, n, k, device) <= limit:
-            best.setdefault((plan.cluster, plan.is_split), plan)
-    return list(best.values())[:3]
+    """The best estimate, and the two next ones, unless they are far behind."""
+    rows = op.rows_for(m)
+
+    def estimate(plan: Plan) -> float:
+        return op.estimate(plan, rows, product.n, product.k, product.normed, device_of())
+
+    plans = op.candidates(rows, product.n, product.k, device_of(), product.gated)
+    plans.sort(key=estimate)
+    return [plan for plan in plans if estimate(plan) <= FAR_BEHIND * estimate(plans[0])][:3]
 
 
 @cache

@@ -41,8 +41,7 @@ FUSED_SHAPES = [
 GATED_SHAPES = [(9728, 896), (3072, 576), (3584, 3584), (1008, 1096)]
 
 # As a decoder launches products, and all together
-OPTIONS = ["normed", "bias normed", "residual", "bias residual", "normed gated", "bias normed gated",
-           "gated", "bias normed gated residual"]  # fmt: skip
+OPTIONS = ["bias normed", "residual", "normed gated", "bias normed gated residual"]
 
 
 def some_plans(column_tiles: int, n: int, k: int, gated: bool = False) -> list[Plan]:
@@ -60,12 +59,13 @@ def compiled() -> None:
     for c in COLUMN_TILES:
         wanted += [(op.prepare(c, n, k, False, 0), BF16, False) for n, k in SHAPES]
         for n, k in FUSED_SHAPES:
-            plans = [op.prepare(c, n, k, gated, 0) for gated in (False, True)]
-            wanted += [(p, d, e) for p in plans for d in (BF16, FP16) for e in (False, True)]
+            for options in OPTIONS:
+                plan = op.prepare(c, n, k, "gated" in options, 0)
+                wanted += [(plan, dtype, "normed" in options) for dtype in (BF16, FP16)]
         wanted += [(p, BF16, False) for n, k in PLANNED_SHAPES for p in some_plans(c, n, k)]
         wanted += [(p, BF16, True) for n, k in PLANNED_SHAPES for p in some_plans(c, n, k)]
         wanted += [(p, BF16, True) for n, k in GATED_SHAPES for p in some_plans(c, n, k, True)]
-    jit.prebuild([op.variant(*one) for one in wanted])
+    jit.prebuild([op.variant(*one) for one in dict.fromkeys(wanted)])
 
 
 def reference(
@@ -92,7 +92,7 @@ def test_plain(m: int, n: int, k: int) -> None:
     assert_close(out, reference(x, w), limit(BF16))
 
 
-@pytest.mark.parametrize("m", [1, 9, 16, 19, 32, 64])
+@pytest.mark.parametrize("m", [1, 9, 16, 19, 64])
 @pytest.mark.parametrize(("n", "k"), FUSED_SHAPES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
