@@ -32,38 +32,42 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Map:
     cuda/common/sm90.cuh) and at most 256 in the others. Encoding takes microseconds; results are kept.
     Raises ValueError for other tensors, RuntimeError with the driver's status.
     """
-    itemsize = tensor.element_size()
-    strides = tuple(stride * itemsize for stride in tensor.stride())
-    if tensor.dtype not in DTYPES or strides[-1] != itemsize:
-        raise ValueError(
-            f"tensor map of {tensor.dtype} with strides {tensor.stride()}: it must be float16 or "
-            "bfloat16, with a contiguous last dimension"
-        )
-    if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides[:-1]):
-        raise ValueError(
-            f"tensor map: address and strides {strides} must be multiples of 16 bytes; copy the tensor"
-        )
-    if len(box) != tensor.dim() or max(box) > 256 or box[-1] * itemsize > 128:
-        raise ValueError(f"tensor map: box {box} does not suit a tensor of shape {tensor.shape}")
-    return encode(tensor.data_ptr(), DTYPES[tensor.dtype], tuple(tensor.shape), strides, box)
+    return encode(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
 
 
 @lru_cache(maxsize=4096)
 def encode(
-    address: int, dtype: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],  # in elements
+    box: tuple[int, ...],
 ) -> Map:
-    """The driver counts dimensions from the innermost, whose stride it knows."""
+    """The checks belong to it, so that a map that is known takes no time."""
+    if dtype not in DTYPES or strides[-1] != 1:
+        raise ValueError(
+            f"tensor map of {dtype} with strides {strides}: it must be float16 or bfloat16, with a "
+            "contiguous last dimension"
+        )
+    num_bytes = tuple(stride * dtype.itemsize for stride in strides)
+    if address % 16 or any(stride % 16 for stride in num_bytes[:-1]):
+        raise ValueError(
+            f"tensor map: address and strides {num_bytes} must be multiples of 16 bytes; copy the tensor"
+        )
+    if len(box) != len(shape) or max(box) > 256 or box[-1] * dtype.itemsize > 128:
+        raise ValueError(f"tensor map: box {box} does not suit a tensor of shape {tuple(shape)}")
+    # the driver counts dimensions from the innermost, whose stride it knows
     rank = len(shape)
     memory = np.zeros(MAP_BYTES + MAP_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % MAP_ALIGNMENT
     encoded = memory[start : start + MAP_BYTES]
     status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(encoded.ctypes.data),
-        ctypes.c_int(dtype),
+        ctypes.c_int(DTYPES[dtype]),
         ctypes.c_uint32(rank),
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*shape[::-1]),
-        (ctypes.c_uint64 * rank)(*strides[-2::-1]),
+        (ctypes.c_uint64 * rank)(*num_bytes[-2::-1]),
         (ctypes.c_uint32 * rank)(*box[::-1]),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(INTERLEAVE_NONE),
@@ -73,7 +77,7 @@ def encode(
     )
     if status:
         raise RuntimeError(
-            f"cuTensorMapEncodeTiled: status {status} for shape {shape}, strides {strides} bytes, box {box}"
+            f"cuTensorMapEncodeTiled: status {status} for shape {shape}, strides {num_bytes} bytes, box {box}"
         )
     return encoded.view(f"V{MAP_BYTES}")
 
