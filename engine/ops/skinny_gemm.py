@@ -25,13 +25,13 @@ from engine.ops import fused_product, jit
 
 MAX_ROWS = 32
 
-# Up to how many rows of x `linear` takes this kernel: on any device, and on Hopper where W has so many bytes (from,
-# to). There narrow_gemm takes over, up to 16 rows. Measured in chains of dependent launches on an H200.
+# Up to how many rows of x `linear` takes this kernel: on any device, and on Hopper where W has so many bytes.
+# There narrow_gemm takes over, up to 16 rows. Measured in chains of dependent launches on an H200.
 DISPATCH_ROWS = 8
-FEW_BYTES = range(6 << 20, 24 << 20)  # read in little time, so that adding up sums counts
-FEW_ROWS = 3  # if K > N, none
+FEW_BYTES = range(6 << 20, 24 << 20)
+FEW_ROWS = 3  # for these; if K > N, none
 MANY_BYTES = range(28 << 20, 200 << 20)
-MANY_ROWS = 16
+MANY_ROWS = 16  # for these
 
 WARPS = 8
 CHUNK = 64  # columns that a warp multiplies at once
