@@ -43,9 +43,9 @@ class OutputHead:
         assert table is not None, "the embedding is loaded before the head tied to it"
         self.weight = pack_weight(table)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size], float32 on a CPU and hidden's dtype on a GPU, where a wider
-        copy would cost more than the sampling that reads it."""
+        copy would cost more than the sampling that reads it. `out` is for GPUs."""
         assert self.weight is not None, f"{self.name} has no weights yet"
-        logits = linear(hidden, self.weight)
+        logits = linear(hidden, self.weight, out=out)
         return logits if logits.is_cuda else logits.float()

@@ -25,5 +25,5 @@ class Model(Protocol):
         the others need is not computed.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU. On a GPU in `out`, if given."""

@@ -228,9 +228,9 @@ class Decoder:
         last.add_rest(hidden, attended)
         return self.norm(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See engine/models/base.py."""
+        return self.head(hidden, out)
 
 
 def build_model(

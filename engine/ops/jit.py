@@ -204,7 +204,7 @@ class Kernel:
         args: tensor.data_ptr() for a pointer, np.int32, np.int64, np.float32 scalars, or a numpy array
         of one element for a struct by value. Every extent of `grid` must be at least 1.
         """
-        device = torch._C._cuda_getDevice()  # without the check that torch's own function makes first
+        device = torch._C._cuda_getDevice()  # torch's own function makes a check first
         function = self._functions.get(device) or self.load(device)
         types = tuple(map(type, args))
         with self._lock:

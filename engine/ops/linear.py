@@ -4,7 +4,7 @@ Contract of `linear`
     x       [T, in_features], bfloat16, float16 or float32, rows contiguous
     weight  what `pack_weight` returned for W [out_features, in_features] of x's dtype
     bias    [out_features] of x's dtype, or None
-    returns [T, out_features], a fresh tensor of x's dtype
+    returns out [T, out_features] of x's dtype, a fresh tensor unless given
 
 Contract of `fused_linear`: engine/ops/fused_product.py's, with W as it is and the result written over
 `residual` if there is one. The library's way rounds in between: the normed x, gate and up, silu's result.
@@ -35,27 +35,37 @@ TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts
 MOST_FEW_ROWS = wide.ROWS[-1]  # more are the library's in any case
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See the module's contract."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """See the module's contract. `out` is for unpacked weights."""
     if weight.is_mkldnn:
+        assert out is None
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return fused_linear(x, weight, bias)
+    return fused_linear(x, weight, bias, out)
 
 
 def fused_linear(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
     *,
     norm_eps: float | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """See the module's contract."""
+    """See the module's contract. Products with a norm, a gate or a residual take no `out`."""
     few_rows = kernel_for(x, w, norm_eps is not None or residual is not None)
     if few_rows is not None:
         options = {"norm_eps": norm_eps, "gated": gated, "residual": residual}
-        return few_rows(x, w, bias, residual, **options)
+        return few_rows(x, w, bias, residual if out is None else out, **options)
+    if out is not None:
+        assert norm_eps is None
+        assert residual is None
+        assert not gated
+        y = torch.mm(x, w.t(), out=out)
+        return y if bias is None else y.add_(bias)
     if norm_eps is not None:
         x = rms_norm(x, None, norm_eps)
     if residual is not None and bias is None and not gated:

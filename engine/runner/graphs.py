@@ -71,7 +71,7 @@ class DecodeGraphs:
         self.memory = StepMemory(staged_size(max_batch, self.max_updates), max_batch, device)
         self.inputs = DecodeInputs.allocate(max_batch, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.logits: dict[int, Tensor] = {}
+        self.logits: Tensor | None = None  # [max_batch, vocab_size], of all sizes: they run in turn
 
     def can_run(self, plan: StepPlan) -> bool:
         """Pure decode steps only; a new row means a prefill row, so those never come with new rows."""
@@ -88,7 +88,8 @@ class DecodeGraphs:
         self.replay(size)
         self.memory.download(slot)
         is_plain = self.sampler.is_plain(plan.rows)
-        return GraphStep(self.logits[size][:batch], SlotSample(slot, batch) if is_plain else None)
+        assert self.logits is not None
+        return GraphStep(self.logits[:batch], SlotSample(slot, batch) if is_plain else None)
 
     def replay(self, size: int) -> None:
         self.graphs[size].replay()
@@ -126,11 +127,13 @@ class DecodeGraphs:
         for done, size in enumerate(reversed(self.sizes)):
             progress(done / len(self.sizes), f"batch {size}")
             with torch.cuda.stream(stream):
-                self.body(size)  # cuBLAS workspaces and lazily loaded kernels
+                logits = self.body(size)  # cuBLAS workspaces and lazily loaded kernels
+                if self.logits is None:  # the largest size is the first
+                    self.logits = logits
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream), jit.dependent_launches():
-                self.logits[size] = self.body(size)
+                self.body(size)
             pool = graph.pool()
             self.graphs[size] = graph
 
@@ -146,7 +149,9 @@ class DecodeGraphs:
         )
         inputs = self.step_inputs(size)
         self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)
-        logits = self.model.logits(self.model.forward(inputs, self.attention))
+        hidden = self.model.forward(inputs, self.attention)
+        out = None if self.logits is None else self.logits[:size]
+        logits = self.model.logits(hidden, out)
         self.sampler.sample_on_device(
             logits,
             self.inputs.rows[:size],

@@ -88,7 +88,8 @@ class ReplayedBodies(DecodeGraphs):
 
     def replay(self, size: int) -> None:
         self.replays = getattr(self, "replays", 0) + 1
-        self.logits[size] = self.body(size)
+        self.logits = None  # a CPU's head makes its own
+        self.logits = self.body(size)
 
 
 @pytest.fixture(scope="module")
