@@ -76,6 +76,11 @@ def fold_norm(w: Tensor, weight: Tensor) -> Tensor:
     return w.mul_(weight)
 
 
+def norms(dtype: torch.dtype) -> tuple[bool, ...]:
+    """Whether products behind a norm take it in: in float16 it depends on the weights (`can_fold`)."""
+    return (True, False) if dtype is torch.float16 else (True,)
+
+
 def can_interleave(num_rows: int) -> bool:
     """Whether gate and up, together of so many rows, consist of whole groups."""
     return num_rows % (2 * GROUP) == 0

@@ -56,7 +56,7 @@ def fused_linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract. Products with a norm, a gate or a residual take no `out`."""
-    few_rows = kernel_for(x, w, norm_eps is not None or residual is not None)
+    few_rows = kernel_for(x, w, norm_eps is not None or gated or residual is not None)
     if few_rows is not None:
         options = {"norm_eps": norm_eps, "gated": gated, "residual": residual}
         return few_rows(x, w, bias, residual if out is None else out, **options)

@@ -183,6 +183,7 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
     return (
         pays(m, n, k, device_of(x.device.index))
         and supports(m, n, k, x.dtype)
+        and weight.dtype == x.dtype
         and weight.is_contiguous()
         and is_aligned(x)
         and is_aligned(weight)
@@ -382,10 +383,14 @@ class Product:
 def products_of(config: jit.KernelConfig) -> list[Product]:
     heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
     attention, gate_up = heads * config.head_dim, 2 * config.intermediate_size
+    qkv, gated = (heads + 2 * kv_heads) * config.head_dim, fused_product.can_interleave(gate_up)
     return [
-        Product((heads + 2 * kv_heads) * config.head_dim, hidden, normed=True),
+        *(Product(qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
         Product(hidden, attention),
-        Product(gate_up, hidden, normed=True, gated=fused_product.can_interleave(gate_up)),
+        *(
+            Product(gate_up, hidden, normed=n, gated=gated)
+            for n in fused_product.norms(config.dtype)
+        ),
         Product(hidden, config.intermediate_size),
         Product(config.vocab_size, hidden),
     ]

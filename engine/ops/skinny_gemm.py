@@ -180,6 +180,7 @@ def is_chosen(x: Tensor, weight: Tensor) -> bool:
     return (
         m <= most_rows(n, k, is_hopper(x.device.index))
         and supports(m, n, k, x.dtype)
+        and weight.dtype == x.dtype
         and weight.is_contiguous()
         and is_aligned(x)
         and is_aligned(weight)
@@ -343,9 +344,12 @@ def decoder_products(config: jit.KernelConfig) -> list[Product]:
         product
         for columns, least_rows in ((1, 1), (2, 9))
         for product in (
-            Product(columns, qkv, hidden, normed=True),
+            *(Product(columns, qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
             Product(columns, hidden, attention),
-            Product(columns, 2 * inner, hidden, gated=gated, normed=True),
+            *(
+                Product(columns, 2 * inner, hidden, gated, n)
+                for n in fused_product.norms(config.dtype)
+            ),
             Product(columns, hidden, inner),
             Product(columns, config.vocab_size, hidden),
         )

@@ -430,6 +430,10 @@ def products_of(config: jit.KernelConfig) -> list[Product]:
     return [  # but for the head, which has nothing around it
         Product(attention + 2 * kv, hidden, normed=True),
         Product(hidden, attention, residual=True),
-        Product(2 * inner, hidden, normed=True, gated=gated),
+        *(
+            Product(2 * inner, hidden, normed=n, gated=gated)
+            for n in fused_product.norms(config.dtype)
+            if n or gated
+        ),
         Product(hidden, inner, residual=True),
     ]

@@ -147,7 +147,8 @@ def decoder(sizes: tuple[int, ...], dtype: torch.dtype) -> Decoder:
 
 
 def run_products(model: Decoder, num_rows: int, dtype: torch.dtype) -> None:
-    """All norms and products of a layer, and the head, on what seems to be a GPU."""
+    """All norms and products of a layer, and the head, on what seems to be a GPU; in float16 also those of a
+    layer whose norms' weights do not fit into its products' (engine/layers/linear.py)."""
 
     def rows(width: int) -> Tensor:
         return as_if_cuda(torch.empty(num_rows, width, dtype=dtype))
@@ -155,8 +156,13 @@ def run_products(model: Decoder, num_rows: int, dtype: torch.dtype) -> None:
     (layer,), spec = model.layers, model.spec
     total = torch.zeros(num_rows, spec.hidden_size, dtype=dtype)
     layer.qkv(rows(spec.hidden_size))
-    layer.output.add_to(total, rows(spec.num_heads * spec.head_dim))
     layer.gate_up(rows(spec.hidden_size))
+    if dtype is FP16:
+        norms, layer.qkv.norm, layer.gate_up.norm = (layer.qkv.norm, layer.gate_up.norm), None, None
+        layer.qkv(rows(spec.hidden_size))
+        layer.gate_up(rows(spec.hidden_size))
+        layer.qkv.norm, layer.gate_up.norm = norms
+    layer.output.add_to(total, rows(spec.num_heads * spec.head_dim))
     layer.down.add_to(total, rows(spec.intermediate_size))
     model.norm(rows(spec.hidden_size))
     assert model.head.weight is not None
