@@ -79,14 +79,17 @@ def fused_linear(
 def kernel_for(x: Tensor, w: Tensor, is_surrounded: bool) -> Callable[..., Tensor] | None:
     """The kernel of ours for this product, with the signature of fused_product.reference; None: torch's
     library is faster, or the only one that takes such tensors. A product with nothing around it is a model's
-    head: to read its large W for more than 16 rows, the library takes no longer."""
+    head: to read its large W for more than 8 rows, the library takes no longer, and for 16 rows of a gigabyte
+    0.2 ms less than narrow_gemm."""
     if not x.is_cuda or len(x) > MOST_FEW_ROWS:
         return None
     if skinny.is_chosen(x, w):
         return skinny.skinny_gemm
+    if not is_surrounded:
+        return None
     if narrow.is_chosen(x, w):
         return narrow.narrow_gemm
-    return wide.wide_gemm_sm90 if is_surrounded and wide.is_chosen(x, w) else None
+    return wide.wide_gemm_sm90 if wide.is_chosen(x, w) else None
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -384,15 +384,15 @@ def products_of(config: jit.KernelConfig) -> list[Product]:
     heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
     attention, gate_up = heads * config.head_dim, 2 * config.intermediate_size
     qkv, gated = (heads + 2 * kv_heads) * config.head_dim, fused_product.can_interleave(gate_up)
-    return [
-        *(Product(qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
+    return [  # but for the head, which has nothing around it
+        Product(qkv, hidden, normed=True),
         Product(hidden, attention),
         *(
-            Product(gate_up, hidden, normed=n, gated=gated)
+            Product(gate_up, hidden, n, gated)
             for n in fused_product.norms(config.dtype)
+            if n or gated
         ),
         Product(hidden, config.intermediate_size),
-        Product(config.vocab_size, hidden),
     ]
 
 
