@@ -164,7 +164,7 @@ class PagedAttention(GraphAttention):
 
     def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
         """See AttentionBackend.attend. Under capture, what it reads from the host is the batch size."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape)
         k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
         k_scale, v_scale = self.kv.scales_of(layer)
         if self.num_decodes:
@@ -183,7 +183,7 @@ class PagedAttention(GraphAttention):
             )
         if self.prefill is not None:
             self.attend_chunks(self.prefill, layer, q, spec, inputs.block_table, out)
-        if self.num_tokens < len(q):
+        if self.num_tokens < q.shape[0]:
             out[self.num_tokens :].zero_()
         return out.flatten(1)
 
@@ -194,7 +194,7 @@ class PagedAttention(GraphAttention):
         count = self.num_decodes
         if self.prefill is not None or count == 0:
             return super().attend_new(layer, new, spec, inputs)
-        out = new.qkv.new_empty((len(new.qkv), spec.num_heads, spec.head_dim))
+        out = new.qkv.new_empty(new.qkv.shape[0], spec.num_heads, spec.head_dim)
         cos, sin = new.rotation
         rotated_decode(
             new.qkv[:count],
@@ -212,7 +212,7 @@ class PagedAttention(GraphAttention):
             new.qk_norm,
             spec.qk_norm_eps,
         )
-        if count < len(out):
+        if count < out.shape[0]:
             out[count:].zero_()
         return out.flatten(1)
 

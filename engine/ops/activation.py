@@ -94,7 +94,7 @@ def has_kernel(gate_up: Tensor, interleaved: bool) -> bool:
 
 def launch(gate_up: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(num_rows, inner)
     num_vectors = num_rows * inner * gate_up.element_size() // 16
     kernel(None if interleaved else inner, gate_up.dtype, activation)(
         (-(-num_vectors // VECTORS_PER_BLOCK),),

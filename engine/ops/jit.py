@@ -278,12 +278,12 @@ class ArgumentPacker:
         from cupy.cuda.function import CNumpyArray
 
         formats, offsets, size = ["<"], [], 0
-        self.arrays: list[int] = []  # places of structs among the arguments
-        self.nbytes: list[int] = []
+        self.arrays: list[tuple[int, int]] = []  # places of structs among the arguments, and sizes
+        sizes: list[int] = []
         for i, value in enumerate(args):
             if isinstance(value, np.ndarray) and value.size == 1:
                 text, align, nbytes = f"{value.nbytes}s", self.ALIGNMENT, value.nbytes
-                self.arrays.append(i)
+                self.arrays.append((i, nbytes))
             elif type(value) in self.FORMATS:
                 text = self.FORMATS[type(value)]
                 align = nbytes = struct.calcsize("<" + text)
@@ -296,26 +296,25 @@ class ArgumentPacker:
             start = -(-size // align) * align
             formats.append(f"{start - size}x{text}")
             offsets.append(start)
-            self.nbytes.append(nbytes)
+            sizes.append(nbytes)
             size = start + nbytes
         self.struct = struct.Struct("".join(formats))
         memory = np.zeros(size + self.ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % self.ALIGNMENT
         self.buffer = memory[first : first + size]
+        self.memory = self.buffer.data
         self.pointers = tuple(
             CNumpyArray(self.buffer[start : start + nbytes])
-            for start, nbytes in zip(offsets, self.nbytes, strict=True)
+            for start, nbytes in zip(offsets, sizes, strict=True)
         )
         self.addresses = [self.buffer.ctypes.data + start for start in offsets]
 
     def fill(self, args: Sequence[object]) -> None:
         """Write the values; their types must be those of the first call."""
         if self.arrays:
-            values = list(args)
-            for i in self.arrays:
-                array = args[i]
-                assert isinstance(array, np.ndarray)
-                assert array.nbytes == self.nbytes[i], "a struct argument changed its size"
-                values[i] = array.tobytes()
+            values: list[Any] = list(args)
+            for i, nbytes in self.arrays:
+                values[i] = values[i].tobytes()
+                assert len(values[i]) == nbytes, "a struct argument changed its size"
             args = values
-        self.struct.pack_into(self.buffer.data, 0, *args)
+        self.struct.pack_into(self.memory, 0, *args)

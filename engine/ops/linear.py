@@ -30,6 +30,7 @@ from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
 from engine.ops.rms_norm import rms_norm
+from engine.ops.skinny_gemm import is_aligned
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
 MOST_FEW_ROWS = wide.ROWS[-1]  # more are the library's in any case
@@ -58,8 +59,8 @@ def fused_linear(
     """See the module's contract. Products with a norm, a gate or a residual take no `out`."""
     few_rows = kernel_for(x, w, norm_eps is not None or gated or residual is not None)
     if few_rows is not None:
-        options = {"norm_eps": norm_eps, "gated": gated, "residual": residual}
-        return few_rows(x, w, bias, residual if out is None else out, **options)
+        out = residual if out is None else out
+        return few_rows(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
     if out is not None:
         assert norm_eps is None
         assert residual is None
@@ -78,18 +79,30 @@ def fused_linear(
 
 def kernel_for(x: Tensor, w: Tensor, is_surrounded: bool) -> Callable[..., Tensor] | None:
     """The kernel of ours for this product, with the signature of fused_product.reference; None: torch's
-    library is faster, or the only one that takes such tensors. A product with nothing around it is a model's
+    library is faster, or the only one that takes such tensors."""
+    m = x.shape[0]
+    if not x.is_cuda or m > MOST_FEW_ROWS or w.dtype != x.dtype:
+        return None
+    kernel = fastest(m, *w.shape, x.dtype, x.device.index, is_surrounded)
+    if kernel is None or not (w.is_contiguous() and is_aligned(x) and is_aligned(w)):
+        return None
+    return kernel
+
+
+@cache
+def fastest(
+    m: int, n: int, k: int, dtype: torch.dtype, device: int | None, is_surrounded: bool
+) -> Callable[..., Tensor] | None:
+    """For x [m, k] and W [n, k]; None: torch's library. A product with nothing around it is a model's
     head: to read its large W for more than 8 rows, the library takes no longer, and for 16 rows of a gigabyte
     0.2 ms less than narrow_gemm."""
-    if not x.is_cuda or len(x) > MOST_FEW_ROWS:
-        return None
-    if skinny.is_chosen(x, w):
+    if skinny.is_chosen(m, n, k, dtype, device):
         return skinny.skinny_gemm
     if not is_surrounded:
         return None
-    if narrow.is_chosen(x, w):
+    if narrow.is_chosen(m, n, k, dtype, device):
         return narrow.narrow_gemm
-    return wide.wide_gemm_sm90 if wide.is_chosen(x, w) else None
+    return wide.wide_gemm_sm90 if wide.is_chosen(m, n, k, dtype, device) else None
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -134,7 +134,7 @@ def narrow_gemm(
     check(x, w, bias, out, gated, residual)
     if out is None:
         outputs = w.shape[0] // 2 if gated else w.shape[0]
-        out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], outputs)
     plan = prepare(column_tiles_for(x.shape[0]), *w.shape, gated, x.device.index)
     launch(x, w, bias, out, plan, norm_eps, residual)
     return out
@@ -177,17 +177,9 @@ def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return fits and dtype in (torch.bfloat16, torch.float16)
 
 
-def is_chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is the fastest for x [M, K], W [N, K] on their CUDA device."""
-    m, (n, k) = x.shape[0], weight.shape
-    return (
-        pays(m, n, k, device_of(x.device.index))
-        and supports(m, n, k, x.dtype)
-        and weight.dtype == x.dtype
-        and weight.is_contiguous()
-        and is_aligned(x)
-        and is_aligned(weight)
-    )
+def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, device: int | None) -> bool:
+    """Whether this kernel is the fastest for x [m, k], W [n, k] on a CUDA device."""
+    return pays(m, n, k, device_of(device)) and supports(m, n, k, dtype)
 
 
 def pays(m: int, n: int, k: int, device: Device) -> bool:

@@ -124,31 +124,46 @@ def paged_prefill_sm90(
         raise ValueError("paged_prefill_sm90: the caches and out must be contiguous")
     if work.shape[0] == 0:
         return
-    kernel = load(tiling, head_dim, q.dtype, block_size, softcap > 0, q.device.index)
-    num_items = work.shape[0] * num_heads
-    cache_rows = (num_blocks * num_kv_heads * block_size, head_dim)
-    box = (block_size, 64)
+    device, num_items = q.device.index, work.shape[0]
+    kernel = load(tiling, head_dim, q.dtype, block_size, softcap > 0, device)
+    cache_rows, box = num_blocks * num_kv_heads * block_size, (block_size, 64)
     kernel(
-        (min(num_items, num_sms(q.device.index)),),
+        (min(num_items * num_heads, num_sms(device)),),
         (tiling.threads,),
         (
             tensor_map(q, (tiling.queries, 1, 64)),
-            tensor_map(k_cache.view(cache_rows), box),
-            tensor_map(v_cache.view(cache_rows), box),
+            tensor_map(k_cache.view(cache_rows, head_dim), box),
+            tensor_map(v_cache.view(cache_rows, head_dim), box),
             out.data_ptr(),
             block_table.data_ptr(),
             rows.data_ptr(),
             work.data_ptr(),
             q_start.data_ptr(),
-            np.int32(work.shape[0]),
+            np.int32(num_items),
             np.int32(block_table.stride(0)),
-            np.int32(num_heads),
-            np.int32(num_kv_heads),
-            np.int32(window or NO_WINDOW),
-            np.float32(LOG2_E * (softcap or scale * k_scale)),
-            np.float32(2 * LOG2_E * scale * k_scale / softcap if softcap else 0.0),
-            np.float32(v_scale),
+            *scalars(num_heads, num_kv_heads, window, scale, softcap, k_scale, v_scale),
         ),
+    )
+
+
+@cache
+def scalars(
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    scale: float,
+    softcap: float,
+    k_scale: float,
+    v_scale: float,
+) -> tuple[np.generic, ...]:
+    """As the kernel takes them, made once and not for every layer anew."""
+    return (
+        np.int32(num_heads),
+        np.int32(num_kv_heads),
+        np.int32(window or NO_WINDOW),
+        np.float32(LOG2_E * (softcap or scale * k_scale)),
+        np.float32(2 * LOG2_E * scale * k_scale / softcap if softcap else 0.0),
+        np.float32(v_scale),
     )
 
 

@@ -59,7 +59,7 @@ def has_kernel(x: Tensor, weight: Tensor | None) -> bool:
 def launch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     num_rows, hidden = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape)
     threads, per_block = geometry(hidden, x.dtype)
     kernel(hidden, x.dtype)(
         (-(-num_rows // per_block),),
@@ -76,6 +76,7 @@ def launch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return y
 
 
+@cache
 def geometry(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
     """Threads for a row and rows in a block.
 

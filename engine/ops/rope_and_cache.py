@@ -127,11 +127,13 @@ def launch(
 ) -> Tensor:
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     num_tokens, half = qkv.shape[0], head_dim // 2
-    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens == 0:
         return q
-    sin = sin[..., -half:]  # the plain half of a spread one
-    assert cos.stride(0) == sin.stride(0), "cos and sin are parts of one table, or alike"
+    if sin.shape[-1] != half:
+        sin = sin[..., -half:]  # the plain half of a spread one
+    angle_stride = cos.stride(0)
+    assert angle_stride == sin.stride(0), "cos and sin are parts of one table, or alike"
     assert k_cache.is_contiguous(), "a GPU's cache is contiguous"
     assert v_cache.is_contiguous(), "a GPU's cache is contiguous"
     run = kernel(
@@ -156,15 +158,20 @@ def launch(
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             np.int64(qkv.stride(0)),
-            np.int64(cos.stride(0)),
-            np.int32(num_heads),
-            np.int32(num_kv_heads),
-            np.float32(eps),
-            np.float32(1 / k_scale),
-            np.float32(1 / v_scale),
+            np.int64(angle_stride),
+            *scalars(num_heads, num_kv_heads, eps, k_scale, v_scale),
         ),
     )
     return q
+
+
+@cache
+def scalars(
+    num_heads: int, num_kv_heads: int, eps: float, k_scale: float, v_scale: float
+) -> tuple[np.generic, ...]:
+    """As the kernel takes them, made once and not for every layer anew."""
+    heads = np.int32(num_heads), np.int32(num_kv_heads)
+    return *heads, np.float32(eps), np.float32(1 / k_scale), np.float32(1 / v_scale)
 
 
 @cache

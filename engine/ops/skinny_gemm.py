@@ -133,7 +133,7 @@ def skinny_gemm(
     check(x, w, bias, out, gated, residual)
     if out is None:
         outputs = w.shape[0] // 2 if gated else w.shape[0]
-        out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], outputs)
     launch(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
     return out
 
@@ -174,17 +174,9 @@ def launch(
     )
 
 
-def is_chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is the fastest for x [M, K], W [N, K] on a CUDA device."""
-    m, (n, k) = x.shape[0], weight.shape
-    return (
-        m <= most_rows(n, k, is_hopper(x.device.index))
-        and supports(m, n, k, x.dtype)
-        and weight.dtype == x.dtype
-        and weight.is_contiguous()
-        and is_aligned(x)
-        and is_aligned(weight)
-    )
+def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, device: int | None) -> bool:
+    """Whether this kernel is the fastest for x [m, k], W [n, k] on a CUDA device."""
+    return m <= most_rows(n, k, is_hopper(device)) and supports(m, n, k, dtype)
 
 
 def most_rows(n: int, k: int, on_hopper: bool) -> int:
@@ -197,7 +189,8 @@ def most_rows(n: int, k: int, on_hopper: bool) -> int:
 
 def is_aligned(matrix: Tensor) -> bool:
     """Whether rows are contiguous and start at multiples of 16 bytes."""
-    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+    row_stride, column_stride = matrix.stride()
+    return column_stride == 1 and row_stride % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:

@@ -166,7 +166,7 @@ def wide_gemm_sm90(
     check(x, w, bias, out, gated, residual)
     m, (n, k) = x.shape[0], w.shape
     if out is None:
-        out = torch.empty((m, n // 2 if gated else n), dtype=x.dtype, device=x.device)
+        out = x.new_empty(m, n // 2 if gated else n)
     plan = prepare(rows_for(m), n, k, gated, norm_eps is not None, x.device.index)
     launch(x, w, bias, out, plan, norm_eps, residual)
     return out
@@ -182,23 +182,29 @@ def launch(
     residual: Tensor | None = None,
 ) -> None:
     """The product by a given plan, for tensors within the contract."""
+    m, (n, k) = x.shape[0], w.shape
+    residual_stride = 0 if residual is None else residual.stride(0)
     load(plan, x.dtype, norm_eps is not None, residual is not None)(
         (plan.grid,),
         (plan.threads,),
         (
             tensor_map(w, (plan.tile, CHUNK)),
-            tensor_map(x, (x.shape[0], CHUNK)),
+            tensor_map(x, (m, CHUNK)),
             out.data_ptr(),
             residual.data_ptr() if residual is not None else 0,
             bias.data_ptr() if bias is not None else 0,
-            np.int32(x.shape[0]),
-            np.int32(w.shape[0]),
-            np.int32(w.shape[1]),
-            np.int32(out.stride(0)),
-            np.int32(residual.stride(0) if residual is not None else 0),
-            np.float32(norm_eps or 0.0),
+            *scalars(m, n, k, out.stride(0), residual_stride, norm_eps or 0.0),
         ),
     )
+
+
+@cache
+def scalars(
+    m: int, n: int, k: int, out_stride: int, residual_stride: int, eps: float
+) -> tuple[np.generic, ...]:
+    """As the kernel takes them, made once and not for every layer anew."""
+    sizes = (m, n, k, out_stride, residual_stride)
+    return (*map(np.int32, sizes), np.float32(eps))
 
 
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
@@ -207,18 +213,9 @@ def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return fits and 2 * n * k < MAX_BYTES and dtype in (torch.bfloat16, torch.float16)
 
 
-def is_chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is the fastest for x [M, K], W [N, K] on their CUDA device, and what surrounds them."""
-    m, (n, k) = x.shape[0], weight.shape
-    return (
-        pays(m, n, k)
-        and supports(m, n, k, x.dtype)
-        and weight.dtype == x.dtype
-        and device_of(x.device.index).has_clusters
-        and weight.is_contiguous()
-        and is_aligned(x)
-        and is_aligned(weight)
-    )
+def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, device: int | None) -> bool:
+    """Whether this kernel is the fastest for x [m, k], W [n, k] on a CUDA device, and what surrounds them."""
+    return pays(m, n, k) and supports(m, n, k, dtype) and device_of(device).has_clusters
 
 
 def pays(m: int, n: int, k: int) -> bool:
@@ -264,7 +261,8 @@ def check(
             f"of {x.dtype}, at a multiple of 4 bytes"
         )
     shape = (m, n // 2 if gated else n)
-    for name, tensor in (("out", out), ("the residual", residual)):
+    result = None if out is residual else out
+    for name, tensor in (("out", result), ("the residual", residual)):
         if tensor is not None and not (
             tensor.shape == shape and tensor.dtype == x.dtype and is_aligned(tensor)
         ):
@@ -275,6 +273,7 @@ def check(
             )
 
 
+@cache
 def rows_for(m: int) -> int:
     return next(rows for rows in ROWS if m <= rows)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.ops import fused_product, jit
 from engine.ops import narrow_gemm as op
-from engine.ops.linear import linear
+from engine.ops.linear import fused_linear, linear
 from engine.ops.narrow_gemm import Plan
 from tests.gpu.test_skinny_gemm import BF16, FP16, NAN, assert_close, limit, numbers
 
@@ -290,12 +290,14 @@ def test_linear_takes_the_kernel_where_it_pays() -> None:
     w, bias = numbers(896, 896, scale=1 / 30), numbers(896)
     for m in (9, 16, 32, 33, 64):
         x = numbers(m, 896)
-        got = linear(x, w, bias)
-        assert_close(got, x.float() @ w.float().T + bias.float(), 2 * limit(BF16))
-        if op.is_chosen(x, w):
-            assert torch.equal(got, op.narrow_gemm(x, w, bias))
-        else:
-            assert torch.equal(got, F.linear(x, w, bias))
+        assert torch.equal(linear(x, w, bias), F.linear(x, w, bias)), "with nothing around it"
+        got, residual = numbers(m, 896), numbers(m, 896)
+        got.copy_(residual)
+        fused_linear(x, w, bias, residual=got)
+        want = x.float() @ w.float().T + bias.float() + residual.float()
+        assert_close(got, want, 4 * limit(BF16))
+        if op.is_chosen(m, 896, 896, BF16, x.device.index):
+            assert torch.equal(got, op.narrow_gemm(x, w, bias, residual=residual))
     odd = numbers(16, 900)[:, 1:897]  # rows that start between multiples of 16 bytes
     assert_close(linear(odd, w), odd.float() @ w.float().T, 2 * limit(BF16))
 

@@ -23,6 +23,14 @@ MODULES = (activation, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90)
 Launch = tuple[str, str, tuple[tuple[str, object], ...], int]
 
 
+@pytest.fixture(autouse=True)
+def chosen_afresh() -> Iterator[None]:
+    """Choices are kept, and the devices here are made up."""
+    forget((op,))
+    yield
+    forget((op,))
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
     """What launchers ask for, instead of launching it."""
