@@ -212,6 +212,7 @@ def run(
     )
 
 
+@cache
 def score_scalars(scale: float, softcap: float) -> tuple[np.float32, np.float32]:
     """`scale` and `cap` as kv_tile.cuh wants them: it computes exponents of two."""
     if softcap:
@@ -221,7 +222,8 @@ def score_scalars(scale: float, softcap: float) -> tuple[np.float32, np.float32]
 
 def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
     num_heads, head_dim = q.shape[1:]
-    if q.stride(2) != 1 or q.stride(1) != head_dim or q.stride(0) % 8:
+    token_stride, head_stride, stride = q.stride()
+    if stride != 1 or head_stride != head_dim or token_stride % 8:
         raise ValueError(
             f"attention: q has strides {q.stride()}; heads must be contiguous and tokens a multiple of "
             "8 numbers apart: pass q.contiguous()"
