@@ -104,3 +104,60 @@ def split_interleaved(y: Tensor) -> tuple[Tensor, Tensor]:
     groups = y.view(y.shape[0], -1, 2, GROUP)
     gate, up = groups.unbind(2)
     return gate.reshape(y.shape[0], -1), up.reshape(y.shape[0], -1)
+
+
+def is_aligned(matrix: Tensor, num_bytes: int = 16) -> bool:
+    """Whether rows of 16-bit numbers are contiguous and start at multiples of `num_bytes`."""
+    row_stride, column_stride = matrix.stride()
+    return (
+        column_stride == 1
+        and 2 * row_stride % num_bytes == 0
+        and matrix.data_ptr() % num_bytes == 0
+    )
+
+
+def check_operands(
+    kernel: str,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    gated: bool,
+    residual: Tensor | None,
+    alignment: int,
+) -> None:
+    """What kernels ask alike of tensors whose sizes they take. `alignment`: bytes at whose multiples rows of
+    `out` and `residual` start, and, up to 4, the bias. Raises ValueError that names the kernel."""
+    (m, k), n = x.shape, w.shape[0]
+    if gated and not can_interleave(n):
+        raise ValueError(
+            f"{kernel}: w has {n} rows; gated, it must have a multiple of {2 * GROUP}. Gate the product of "
+            "[gate; up] by act_and_mul instead"
+        )
+    if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
+        raise ValueError(
+            f"{kernel}: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a contiguous "
+            f"[N, {k}] of {x.dtype}"
+        )
+    if not (is_aligned(x) and is_aligned(w)):
+        raise ValueError(f"{kernel}: rows of x and w must start at multiples of 16 bytes")
+    if bias is not None and not (
+        bias.shape == (n,)
+        and bias.dtype == x.dtype
+        and bias.is_contiguous()
+        and bias.data_ptr() % min(alignment, 4) == 0
+    ):
+        raise ValueError(
+            f"{kernel}: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous [{n}] of "
+            f"{x.dtype}, at a multiple of {min(alignment, 4)} bytes"
+        )
+    shape = (m, n // 2 if gated else n)
+    result = None if out is residual else out
+    for name, tensor in (("out", result), ("the residual", residual)):
+        if tensor is not None and not (
+            tensor.shape == shape and tensor.dtype == x.dtype and is_aligned(tensor, alignment)
+        ):
+            raise ValueError(
+                f"{kernel}: {name} is {tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}; it "
+                f"must be a {list(shape)} of {x.dtype} with contiguous rows at multiples of {alignment} bytes"
+            )

@@ -29,8 +29,8 @@ from engine.ops import narrow_gemm as narrow
 from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
+from engine.ops.fused_product import is_aligned
 from engine.ops.rms_norm import rms_norm
-from engine.ops.skinny_gemm import is_aligned
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
 MOST_FEW_ROWS = wide.ROWS[-1]  # more are the library's in any case

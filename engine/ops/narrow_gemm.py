@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_product, jit
-from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_aligned, is_hopper, most_rows
+from engine.ops.skinny_gemm import SMEM_LIMITS, device_limits, is_hopper, most_rows
 
 # Up to how many rows of x `linear` takes this kernel on Hopper, where skinny_gemm does not: beyond, wide_gemm_sm90
 # is faster.
@@ -202,42 +202,7 @@ def check(
             "of a multiple of 8 bfloat16 or float16 numbers, and an even number of rows of w. Use torch's "
             "linear for others"
         )
-    if gated and not fused_product.can_interleave(n):
-        raise ValueError(
-            f"narrow_gemm: w has {n} rows; gated, it must have a multiple of {2 * fused_product.GROUP}. "
-            "Use torch's linear and act_and_mul for others"
-        )
-    if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
-        raise ValueError(
-            f"narrow_gemm: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a "
-            f"contiguous [N, {k}] of {x.dtype}"
-        )
-    if not (is_aligned(x) and is_aligned(w)):
-        raise ValueError("narrow_gemm: rows of x and w must start at multiples of 16 bytes")
-    if bias is not None and not (
-        bias.shape == (n,)
-        and bias.dtype == x.dtype
-        and bias.is_contiguous()
-        and bias.data_ptr() % 4 == 0
-    ):
-        raise ValueError(
-            f"narrow_gemm: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous [{n}] of "
-            f"{x.dtype}, at a multiple of 4 bytes"
-        )
-    shape = (m, n // 2 if gated else n)
-    for name, tensor in (("out", out), ("the residual", residual)):
-        if tensor is not None and not (
-            tensor.shape == shape
-            and tensor.dtype == x.dtype
-            and tensor.stride(1) == 1
-            and tensor.stride(0) % 2 == 0
-            and tensor.data_ptr() % 4 == 0
-        ):
-            raise ValueError(
-                f"narrow_gemm: {name} is {tuple(tensor.shape)} {tensor.dtype}, strides "
-                f"{tensor.stride()}; it must be a {list(shape)} of {x.dtype} with contiguous rows at "
-                "multiples of 4 bytes"
-            )
+    fused_product.check_operands("narrow_gemm", x, w, bias, out, gated, residual, alignment=4)
 
 
 def column_tiles_for(m: int) -> int:

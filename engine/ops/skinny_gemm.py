@@ -187,12 +187,6 @@ def most_rows(n: int, k: int, on_hopper: bool) -> int:
     return MANY_ROWS if on_hopper and nbytes in MANY_BYTES else DISPATCH_ROWS
 
 
-def is_aligned(matrix: Tensor) -> bool:
-    """Whether rows are contiguous and start at multiples of 16 bytes."""
-    row_stride, column_stride = matrix.stride()
-    return column_stride == 1 and row_stride % 8 == 0 and matrix.data_ptr() % 16 == 0
-
-
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the kernel can multiply [m, k] by [n, k] transposed."""
     fits = 1 <= m <= MAX_ROWS and n >= 1 and k >= 8 and k % 8 == 0
@@ -214,32 +208,7 @@ def check(
             f"skinny_gemm: x is {tuple(x.shape)} {x.dtype}; it takes 1 to {MAX_ROWS} rows of a "
             "multiple of 8 bfloat16 or float16 numbers. Use torch's linear for others"
         )
-    if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
-        raise ValueError(
-            f"skinny_gemm: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a "
-            f"contiguous [N, {k}] of {x.dtype}"
-        )
-    if not (is_aligned(x) and is_aligned(w)):
-        raise ValueError("skinny_gemm: rows of x and w must start at multiples of 16 bytes")
-    if gated and not fused_product.can_interleave(n):
-        raise ValueError(
-            f"skinny_gemm: w has {n} rows; gate and up interleaved are a multiple of 16. Gate the "
-            "product of [gate; up] by act_and_mul instead"
-        )
-    if bias is not None and (
-        bias.shape != (n,) or bias.dtype != x.dtype or not bias.is_contiguous()
-    ):
-        raise ValueError(
-            f"skinny_gemm: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous "
-            f"[{n}] of {x.dtype}"
-        )
-    shape = (m, n // 2 if gated else n)
-    for name, y in (("residual", residual), ("out", out)):
-        if y is not None and (y.shape != shape or y.dtype != x.dtype or y.stride(1) != 1):
-            raise ValueError(
-                f"skinny_gemm: {name} is {tuple(y.shape)} {y.dtype}, strides {y.stride()}; it must be "
-                f"{list(shape)} of {x.dtype} with contiguous rows"
-            )
+    fused_product.check_operands("skinny_gemm", x, w, bias, out, gated, residual, alignment=2)
 
 
 def column_tiles_for(m: int) -> int:

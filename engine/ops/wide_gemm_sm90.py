@@ -30,7 +30,6 @@ from torch import Tensor
 
 from engine.ops import fused_product, jit
 from engine.ops.narrow_gemm import Device, device_of, devices_of
-from engine.ops.skinny_gemm import is_aligned
 from engine.ops.tensor_map import tensor_map
 
 MAX_BYTES = 1 << 33  # of W, so that the kernel can count its elements in 32 bits
@@ -238,39 +237,7 @@ def check(
             f"{ROWS[-1]} rows of a multiple of 8 bfloat16 or float16 numbers, and a multiple of 8 rows "
             "of w. Use torch's linear for others"
         )
-    if gated and not fused_product.can_interleave(n):
-        raise ValueError(
-            f"wide_gemm_sm90: w has {n} rows; gated, it must have a multiple of {2 * fused_product.GROUP}. "
-            "Use torch's linear and silu_and_mul for others"
-        )
-    if w.shape[1] != k or w.dtype != x.dtype or not w.is_contiguous():
-        raise ValueError(
-            f"wide_gemm_sm90: w is {tuple(w.shape)} {w.dtype}, strides {w.stride()}; it must be a "
-            f"contiguous [N, {k}] of {x.dtype}"
-        )
-    if not (is_aligned(x) and is_aligned(w)):
-        raise ValueError("wide_gemm_sm90: rows of x and w must start at multiples of 16 bytes")
-    if bias is not None and not (
-        bias.shape == (n,)
-        and bias.dtype == x.dtype
-        and bias.is_contiguous()
-        and bias.data_ptr() % 4 == 0
-    ):
-        raise ValueError(
-            f"wide_gemm_sm90: the bias is {tuple(bias.shape)} {bias.dtype}; it must be a contiguous [{n}] "
-            f"of {x.dtype}, at a multiple of 4 bytes"
-        )
-    shape = (m, n // 2 if gated else n)
-    result = None if out is residual else out
-    for name, tensor in (("out", result), ("the residual", residual)):
-        if tensor is not None and not (
-            tensor.shape == shape and tensor.dtype == x.dtype and is_aligned(tensor)
-        ):
-            raise ValueError(
-                f"wide_gemm_sm90: {name} is {tuple(tensor.shape)} {tensor.dtype}, strides "
-                f"{tensor.stride()}; it must be a {list(shape)} of {x.dtype} with contiguous rows at "
-                "multiples of 16 bytes"
-            )
+    fused_product.check_operands("wide_gemm_sm90", x, w, bias, out, gated, residual, alignment=16)
 
 
 @cache
