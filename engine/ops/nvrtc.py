@@ -11,7 +11,7 @@ import base64
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,9 +28,6 @@ class Resources:
     spill_bytes: int  # stores and loads together
     stack_bytes: int
     smem_bytes: int  # static shared memory
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
