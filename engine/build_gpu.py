@@ -19,7 +19,7 @@ from engine.api.sampling import SamplingParams
 from engine.attention.base import allocate_kv_cache
 from engine.attention.paged import PagedAttention
 from engine.attention.paged_f32 import PagedAttentionF32
-from engine.memory import GpuMemory, memory_for
+from engine.memory import GIB, GpuMemory, estimate_graphs, memory_for
 from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.models.decoder import build_model
@@ -32,7 +32,7 @@ from engine.plan import PromptSpan, RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
-from engine.runner.graphs import DecodeGraphs
+from engine.runner.graphs import DecodeGraphs, graph_sizes
 from engine.runner.request_table import RequestTable
 from engine.runner.runner import ModelRunner, distinct
 
@@ -136,7 +136,14 @@ def build_gpu_runner(
     smaller = "lower --max-num-batched-tokens or --max-num-seqs, or free the GPU"
     with memory_for("measuring a full step", smaller, device):
         activations, tables = measure_activations(model_config, model, resolved)
-    memory = GpuMemory(total, total - free_before, weights, activations, sampling_tables=tables)
+    memory = GpuMemory(
+        total,
+        total - free_before,
+        weights,
+        activations,
+        graphs=graph_reserve(config, model_config, resolved),
+        sampling_tables=tables,
+    )
     decide_num_blocks(resolved, config, model_config, gpu_bytes=memory.for_cache(config))
     memory.kv_cache = resolved.num_blocks * resolved.block_bytes
 
@@ -147,8 +154,26 @@ def build_gpu_runner(
     if not config.enforce_eager:
         no_graphs = "lower --gpu-memory-utilization or --max-num-seqs, or pass --enforce-eager"
         with memory_for("capturing CUDA graphs", no_graphs, device):
-            memory.graphs = capture_graphs(runner, resolved, progress)
+            taken = capture_graphs(runner, resolved, progress)
+        logger.info(
+            "CUDA graphs took %.2f GiB of the %.2f kept for them", taken / GIB, memory.graphs / GIB
+        )
+        memory.graphs = taken
     return runner, memory
+
+
+def graph_reserve(config: EngineConfig, model_config: ModelConfig, resolved: Resolved) -> int:
+    """Bytes to keep for CUDA graphs when the KV cache is sized."""
+    if config.enforce_eager:
+        return 0
+    rows = resolved.max_num_seqs
+    return estimate_graphs(
+        model_config,
+        resolved.dtype,
+        max_seqs=rows,
+        graph_tokens=rows,
+        num_graphs=len(graph_sizes(rows)),
+    )
 
 
 def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) -> int:

@@ -10,8 +10,9 @@ from engine.api.config import ConfigError, EngineConfig
 from engine.models.config import ModelConfig
 
 GIB = 2**30
-GRAPH_RESERVE_BYTES = GIB // 2  # graphs are captured after the cache is sized
 WORKSPACE_BYTES = GIB // 8  # see estimate_activations
+CAPTURE_WORKSPACE_BYTES = GIB // 16  # see estimate_graphs
+GRAPH_NODES_BYTES = 2**20
 LARGEST_AUTO_BYTES = 4 * GIB  # beyond it a CPU is too slow to fill the cache
 
 
@@ -94,7 +95,8 @@ def memory_state(device: torch.device) -> str:
 class GpuMemory:
     """Where a GPU's memory goes, in bytes. `rows` sums to `total`.
 
-    At a start weights and activations are measured; scripts/doctor.py predicts them.
+    At a start weights and activations are measured; scripts/doctor.py predicts them. Graphs are an estimate
+    until they are captured, as the cache is there by then.
     """
 
     total: int
@@ -112,14 +114,14 @@ class GpuMemory:
         share = config.gpu_memory_utilization
         allowed = int(self.total * share)
         left = allowed - self.others - self.weights - self.activations - self.sampling_tables
-        if not config.enforce_eager:
-            left -= GRAPH_RESERVE_BYTES
+        left -= self.graphs
         if left <= 0:
             raise ConfigError(
                 f"no memory is left for the KV cache: --gpu-memory-utilization {share:g} of "
                 f"{self.total / GIB:.1f} GiB allows {allowed / GIB:.1f}, but others hold "
                 f"{self.others / GIB:.1f}, weights {self.weights / GIB:.1f}, a full step "
-                f"{self.activations / GIB:.1f} and sampling tables {self.sampling_tables / GIB:.1f}; "
+                f"{self.activations / GIB:.1f}, CUDA graphs {self.graphs / GIB:.1f} and sampling tables "
+                f"{self.sampling_tables / GIB:.1f}; "
                 "raise it, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU",
                 exit_code=75,
             )
@@ -155,12 +157,29 @@ def estimate_activations(
 ) -> int:
     """Bytes that a full step takes beyond the weights, where it cannot be run to measure it.
 
-    What lives at the same time in a layer of engine/models/decoder.py (in its MLP, or before attention)
-    for `max_tokens`, logits of `max_seqs` rows, and room for the workspaces of attention, sampling and
-    libraries, which hardly depend on the model.
+    What lives at the same time in a layer for `max_tokens`, logits of `max_seqs` rows, and room for the
+    workspaces of attention, sampling and libraries, which hardly depend on the model.
     """
+    values = max_tokens * layer_width(model) + max_seqs * model.vocab_size
+    return values * dtype.itemsize + WORKSPACE_BYTES
+
+
+def estimate_graphs(
+    model: ModelConfig, dtype: torch.dtype, max_seqs: int, graph_tokens: int, num_graphs: int
+) -> int:
+    """Bytes that CUDA graphs take. They have a pool of their own, and share nothing with eager steps.
+
+    graph_tokens: of the largest step captured. All graphs use the same memory in turn: what lives in a
+    layer of that step, and logits of `max_seqs` rows. Besides, the stream that captures has a workspace
+    of libraries, and the driver keeps each graph's nodes (some 200 kernels) on the device.
+    """
+    values = graph_tokens * layer_width(model) + max_seqs * model.vocab_size
+    return values * dtype.itemsize + CAPTURE_WORKSPACE_BYTES + num_graphs * GRAPH_NODES_BYTES
+
+
+def layer_width(model: ModelConfig) -> int:
+    """Values of a token that live at the same time in a layer of engine/models/decoder.py: in its MLP, or
+    before attention."""
     hidden, inner = model.hidden_size, model.intermediate_size
     q_size, kv_size = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    widest = max(4 * hidden + 3 * inner, 3 * hidden + 3 * q_size + kv_size)
-    values = max_tokens * widest + max_seqs * model.vocab_size
-    return values * dtype.itemsize + WORKSPACE_BYTES
+    return max(4 * hidden + 3 * inner, 3 * hidden + 3 * q_size + kv_size)

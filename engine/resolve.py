@@ -37,6 +37,7 @@ KV_DTYPES = {
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 LEAST_MODEL_LEN = 2  # a token of prompt, a token of completion
+LARGE_GPU_BYTES = 64 * GIB
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Resolved:
     """What the engine really does. `reasons` explains the values that the user did not set."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    gpu_bytes: int = 0  # of its memory in all
     dtype: torch.dtype = torch.float32
     threads: int = 1
     max_model_len: int = 0
@@ -67,18 +69,23 @@ class Resolved:
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, elsewhere: torch.device | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    elsewhere: torch.device | None = None,
+    elsewhere_bytes: int = 0,
 ) -> Resolved:
     """Everything but the number of KV blocks, which depends on memory left after loading.
 
-    `elsewhere` decides for a device that need not be here; --block-size must be given then. Raises
-    ConfigError naming the flag, the value and what would work.
+    `elsewhere` decides for a device that need not be here, with `elsewhere_bytes` of memory in all if it
+    is a GPU; --block-size must be given then. Raises ConfigError naming the flag, the value and what
+    would work.
     """
     r = Resolved()
     if elsewhere is None:
         decide_device(r, config)
     else:
         r.set("device", elsewhere, "asked for")
+        r.gpu_bytes = elsewhere_bytes
     decide_dtype(r, config, model)
     decide_kv_dtype(r, config)
     decide_threads(r, config)
@@ -110,6 +117,7 @@ def decide_device(r: Resolved, config: EngineConfig) -> None:
             exit_code=75,
         )
     r.set("device", device, "flag" if config.device == "cuda" else "auto: torch sees a GPU")
+    r.gpu_bytes = torch.cuda.get_device_properties(device).total_memory
 
 
 def decide_dtype(r: Resolved, config: EngineConfig, model: ModelConfig) -> None:
@@ -187,9 +195,9 @@ def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
     if seqs:
         r.set("max_num_seqs", seqs, "flag")
     else:
-        most = 256 if r.is_gpu else 64
-        reason = "auto: fills a GPU" if r.is_gpu else "auto: more does not pay on a CPU"
-        seqs = min(most, budget) if budget else most
+        seqs, reason = enough_seqs(r)
+        if 0 < budget < seqs:
+            seqs, reason = budget, "auto: each needs a token of --max-num-batched-tokens"
         r.set("max_num_seqs", seqs, reason)
     if budget:
         r.set("max_num_batched_tokens", budget, "flag")
@@ -210,6 +218,15 @@ def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least "
             f"--max-model-len ({r.max_model_len}), got {r.max_num_batched_tokens}"
         )
+
+
+def enough_seqs(r: Resolved) -> tuple[int, str]:
+    """How many requests share a step by default, and why. More than the KV cache holds do no harm."""
+    if not r.is_gpu:
+        return 64, "auto: more does not pay on a CPU"
+    if r.gpu_bytes >= LARGE_GPU_BYTES:
+        return 1024, f"auto: fills a GPU of {LARGE_GPU_BYTES // GIB} GiB or more"
+    return 256, f"auto: fills a GPU of less than {LARGE_GPU_BYTES // GIB} GiB"
 
 
 def check_range(flag: str, value: float, most: int) -> None:

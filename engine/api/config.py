@@ -129,7 +129,10 @@ class EngineConfig:
         aliases=("--disable-prefix-caching",),
     )
     max_num_seqs: int = arg(
-        0, "most requests in one step; 0: 256 on a GPU, 64 on a CPU", "scheduler", metavar="N"
+        0,
+        "most requests in one step; 0: 1024 on a GPU of 64 GiB or more, 256 on a smaller one, 64 on a CPU",
+        "scheduler",
+        metavar="N",
     )
     max_num_batched_tokens: int = arg(
         0,

@@ -36,8 +36,9 @@ from engine.runner.step_memory import SlotSample, StepMemory
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 8 to 64, 16 to 256, 32 beyond, up to max_batch: few padded rows."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    """1, 2, 4, 8, then steps of 8 to 64, 16 to 256, 32 to 512, 64 beyond, up to max_batch: few padded rows."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)]
+    sizes += range(576, 1025, 64)
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 

@@ -10,10 +10,9 @@ import dataclasses
 import torch
 
 from engine.api.config import EngineConfig
-from engine.build_gpu import check_kernels_fit
+from engine.build_gpu import check_kernels_fit, graph_reserve
 from engine.memory import (
     GIB,
-    GRAPH_RESERVE_BYTES,
     GpuMemory,
     available_memory_bytes,
     estimate_activations,
@@ -36,7 +35,7 @@ def predict_gpu(
     sized = dataclasses.replace(
         config, block_size=config.block_size or HOPPER_BLOCK_SIZE, num_blocks=0
     )
-    r = resolve(sized, model, elsewhere=torch.device("cuda", 0))
+    r = resolve(sized, model, elsewhere=torch.device("cuda", 0), elsewhere_bytes=total)
     check_kernels_fit(model, r)
     memory = GpuMemory(
         total,
@@ -44,7 +43,7 @@ def predict_gpu(
         weight_bytes(model, r.dtype),
         estimate_activations(model, r.dtype, r.max_num_batched_tokens, r.max_num_seqs),
         sampling_tables=sampling_table_bytes(model, r),
-        graphs=0 if config.enforce_eager else GRAPH_RESERVE_BYTES,
+        graphs=graph_reserve(config, model, r),
         is_predicted=True,
     )
     decide_num_blocks(r, sized, model, gpu_bytes=memory.for_cache(config))

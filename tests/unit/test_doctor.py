@@ -129,7 +129,10 @@ def test_a_gpu_is_predicted_without_one(model: str) -> None:
     assert sum(parts[:-1]) == pytest.approx(24.0, abs=0.05), "the rows sum to the total"
     assert "unaccounted" in text
     with pytest.raises(ConfigError, match="no memory is left for the KV cache"):
-        predict_gpu(config, shape, GIB)
+        predict_gpu(config, shape, GIB // 2)
+    told = dict(predict_gpu(config, shape, 80 * GIB))
+    assert told["max num seqs"] == "1024 (auto: fills a GPU of 64 GiB or more)"
+    assert dict(rows)["max num seqs"].startswith("256 (auto: ")
 
 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """Every `auto` is decided with a reason; what cannot work is refused by name."""
 
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.api.config import ConfigError, EngineConfig
-from engine.build_gpu import check_kernels_fit, kernel_config
-from engine.memory import GpuMemory, kv_block_bytes
+from engine.build_gpu import check_kernels_fit, graph_reserve, kernel_config
+from engine.memory import GIB, GpuMemory, kv_block_bytes
 from engine.models.config import ModelConfig
 from engine.ops.kernel_list import kernel_specs
+from engine.ops.plan_decode import MAX_BATCH
 from engine.resolve import decide_num_blocks, resolve
+from engine.runner.graphs import graph_sizes
 from tests.engine_cpu.tiny_models import make_tiny
 
 
@@ -104,6 +108,8 @@ def test_dtype_flag_wins(model):
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    properties = SimpleNamespace(total_memory=140 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
 
 def test_kv_cache_dtype_follows_the_model_or_the_flag(model, hopper):
@@ -130,6 +136,49 @@ def test_float32_on_a_gpu_is_taken_only_when_asked_for(model, hopper):
         resolve(EngineConfig(dtype="float32", kv_cache_dtype="fp8"), model)
     with pytest.raises(ConfigError, match="--block-size 8: a GPU"):
         resolve(EngineConfig(block_size=8), model)
+
+
+def test_a_large_gpu_runs_more_requests_at_once(model, hopper):
+    large = resolve(EngineConfig(), model)
+    assert (large.max_num_seqs, large.max_num_batched_tokens) == (1024, 8192)
+    assert "64 GiB or more" in large.reasons["max_num_seqs"]
+    assert large.max_num_seqs <= MAX_BATCH
+    cuda, config = torch.device("cuda"), EngineConfig(block_size=16)
+    for gib, seqs in ((24, 256), (63.9, 256), (64, 1024)):
+        there = resolve(config, model, elsewhere=cuda, elsewhere_bytes=int(gib * GIB))
+        assert there.max_num_seqs == seqs
+    bounded = resolve(EngineConfig(max_num_batched_tokens=512), model)
+    assert (bounded.max_num_seqs, bounded.max_num_batched_tokens) == (512, 512)
+    assert "--max-num-batched-tokens" in bounded.reasons["max_num_seqs"]
+    assert resolve(EngineConfig(max_num_seqs=300), model).reasons["max_num_seqs"] == "flag"
+
+
+def test_the_reserve_for_graphs_follows_model_and_batch(model, hopper):
+    def reserve(shape, **settings):
+        config = EngineConfig(**settings)
+        return graph_reserve(config, shape, resolve(config, shape))
+
+    assert reserve(model, enforce_eager=True) == 0
+    small = reserve(model, max_num_seqs=8)
+    assert small < GIB // 8, "a small card with a small model needs little"
+    wide = replace(model, vocab_size=152_064)
+    more = 1024 * (152_064 - model.vocab_size) * 2
+    assert reserve(wide) - reserve(model) == more, "the logits of all rows"
+    sizes = len(graph_sizes(1024)) - len(graph_sizes(8))
+    assert reserve(model) - small > sizes * 2**20
+
+
+def test_graphs_pad_few_rows():
+    sizes = graph_sizes(1024)
+    assert len(sizes) == 39
+    assert sizes[0] == 1
+    assert sizes[-1] == 1024
+    for smaller, size in pairwise(sizes):
+        assert smaller < size
+        assert size - smaller <= max(8, size / 4), "few rows cost little: a step reads all weights"
+        assert size < 257 or size - smaller <= size / 8, "from here on a step grows with its rows"
+    assert graph_sizes(300)[-2:] == [288, 300]
+    assert graph_sizes(1) == [1]
 
 
 def test_shapes_that_no_kernel_takes_are_refused(model, hopper):
