@@ -218,7 +218,7 @@ def make_runner(
         attention,
         DeviceSampler(max_rows + 1, model_config.vocab_size, model_config.eos_token_ids, device),
         RequestTable(max_rows + 1, max_blocks, device),
-        DeviceInputs(resolved.max_num_batched_tokens, max_rows, max_blocks, device),
+        DeviceInputs(resolved.max_num_batched_tokens, max_rows, device),
     )
 
 

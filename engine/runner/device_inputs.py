@@ -6,6 +6,7 @@ import torch
 from engine.attention.base import StepInputs
 from engine.ops.prepare_inputs import TokenInputs, prepare_inputs
 from engine.plan import StepPlan
+from engine.runner.device_sampler import staged
 from engine.runner.request_table import RequestTable, table_updates
 from engine.runner.staging import Staging
 
@@ -13,11 +14,13 @@ from engine.runner.staging import Staging
 class DeviceInputs:
     """Uploads what the host knows of a step; the last sampled tokens are already on the device."""
 
-    def __init__(
-        self, max_tokens: int, max_rows: int, max_blocks: int, device: torch.device
-    ) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+        # Far more than a step's new tokens need. Prefixes found in the cache may need any number, where
+        # many long ones start at once: these updates get a copy of their own.
+        self.most_updates = max_tokens + max_rows
         wide = 4 * max_tokens + 2 * max_rows  # ids, positions, slots, logits, decode rows
-        narrow = 3 * max_rows + 3 * max_rows * max_blocks  # rows, lengths, starts, table updates
+        narrow = 2 * max_rows + 3 * self.most_updates  # rows, lengths, table updates
+        self.device = device
         self.staging = Staging(8 * wide + 4 * narrow + 1024, device)
 
     def make(self, plan: StepPlan, table: RequestTable, block_size: int) -> StepInputs:
@@ -27,6 +30,7 @@ class DeviceInputs:
         seq_lens = plan.num_computed + plan.num_tokens
         decode_rows = plan.rows[:decodes].astype(np.int64)
         updates = table_updates(plan)
+        are_few = len(updates) <= self.most_updates
         ids, positions, slots, logits, decode_ids, rows, lens, changes = self.staging.upload(
             [
                 tokens.input_ids.numpy(),
@@ -36,9 +40,11 @@ class DeviceInputs:
                 decode_rows,
                 plan.rows,
                 seq_lens,
-                updates,
+                updates if are_few else updates[:0],
             ]
         )
+        if not are_few:
+            changes = staged(updates, self.device).to(self.device, non_blocking=True)
         if len(updates):
             where = changes[:, :2].long()
             table.block_table.index_put_((where[:, 0], where[:, 1]), changes[:, 2])
@@ -54,7 +60,7 @@ class DeviceInputs:
             num_decodes=decodes,
             query_start=plan.query_start,
             seq_lens=seq_lens.tolist(),
-            block_ids=table.block_ids[plan.rows],
+            block_ids=table.block_ids[:0],
             rows_device=rows,
             seq_lens_device=lens,
         )
