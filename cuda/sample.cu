@@ -244,6 +244,9 @@ sample_rows(
   is_bad[index] = bad;
   if (last_token != nullptr) last_token[rows[index]] = token;
 #if SAMPLING_CLASS >= 2
-  if (row.flags & PENALTIES) row.params->tokens[token]++;  // the next step sees it
+  if (row.flags & PENALTIES) {  // the next step sees it
+    u16& entry = row.params->tokens[token];
+    if ((entry & COUNT) < COUNT) entry++;
+  }
 #endif
 }

@@ -27,11 +27,12 @@ from engine.models.config import ModelConfig
 from engine.runner.runner import ModelRunner, StepHandle
 
 WARM_UP_STEPS = 20
+TOKEN_BUDGET = 4096  # of which 1024 running requests leave enough for prompts to join them soon
 
 
 def leave_out_model(runner: ModelRunner, config: ModelConfig, max_batch: int) -> None:
     """Constants instead of hidden states and logits (CPU)."""
-    hidden = torch.zeros(4096, config.hidden_size)
+    hidden = torch.zeros(TOKEN_BUDGET, config.hidden_size)
     logits = torch.randn(max(max_batch, 4), config.vocab_size)
 
     def forward(
@@ -157,7 +158,7 @@ def host_time(driver: Driver, batch: int, steps: int, clock: PartClock, draws: b
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="tiny", help=f"directory, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 64, 256])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="the middle one is printed")
     parser.add_argument("--draw", action="store_true", help="requests with temperature 1")
@@ -167,6 +168,7 @@ def main() -> None:
         args.model,
         device=args.device,
         max_num_seqs=max(args.batch),
+        max_num_batched_tokens=TOKEN_BUDGET,
         max_model_len=1024,
     )
     encode = encoder().encode

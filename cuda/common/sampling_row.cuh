@@ -20,13 +20,18 @@ constexpr u32 DRAW = 1, PENALTIES = 2, LOGIT_BIAS = 4, MIN_TOKENS = 8;
 constexpr u32 TRUNCATE = 32;  // min_p, top_k or top_p
 constexpr u32 MASS = 64;      // top_p without top_k and min_p: the mass of all tokens is needed
 
-// Bits of a token in RowParams::tokens; below them, how often the token is in the output.
-constexpr u32 IN_PROMPT = 1u << 31, STOPS = 1u << 30, COUNT = STOPS - 1;
+// Bits of a token in RowParams::tokens; below them, how often the token is in the output, at most COUNT.
+constexpr u32 IN_PROMPT = 1u << 15, STOPS = 1u << 14, COUNT = STOPS - 1;
+
+struct Bias {
+  int id;
+  float value;
+};
 
 struct RowParams {
   u64 seed;
-  u32* tokens;        // [V padded to 8] if PENALTIES or MIN_TOKENS
-  const float* bias;  // [V padded to 8] if LOGIT_BIAS
+  u16* tokens;         // [V padded to 8] if PENALTIES or MIN_TOKENS
+  const Bias* biases;  // [num_biases] by id, each once, if LOGIT_BIAS
   double top_p;
   int min_length;     // MIN_TOKENS: position from which stop tokens are allowed
   u32 flags;
@@ -35,6 +40,7 @@ struct RowParams {
   int top_k;          // 0: off
   float repetition, frequency, presence;
   int num_logprobs;   // -1: off
+  int num_biases;
 };
 static_assert(sizeof(RowParams) == 72, "engine/ops/sample_cuda.py lays it out");
 
@@ -90,30 +96,38 @@ struct Row {
     }
     const bool may_not_stop = (flags & MIN_TOKENS) && position < params->min_length;
     const bool needs_tokens = may_not_stop || (flags & PENALTIES);
+    if (flags & LOGIT_BIAS) add_biases(first, x);
+    if (needs_tokens) edit_by_tokens(load16(params->tokens + first), may_not_stop, x);
+  }
+
+  // The list is short and stays in L1: finding an octet's few costs less than reading V values would.
+  DEV void add_biases(int first, float (&x)[OCTET]) const {
+    const int end = params->num_biases;
+    int at = 0, high = end;
+    while (at < high) {
+      const int middle = (at + high) / 2;
+      if (params->biases[middle].id < first) at = middle + 1;
+      else high = middle;
+    }
+    for (; at < end; at++) {
+      const Bias bias = params->biases[at];
+      if (bias.id >= first + OCTET) break;
 #pragma unroll
-    for (int half = 0; half < OCTET; half += 4) {  // as few registers at a time
-      float (&y)[4] = *(float (*)[4])&x[half];
-      if (flags & LOGIT_BIAS) add_bias(params->bias + first + half, y);
-      if (needs_tokens) edit_by_tokens(load16(params->tokens + first + half), may_not_stop, y);
+      for (int e = 0; e < OCTET; e++) {
+        if (bias.id == first + e) x[e] = __fadd_rn(x[e], bias.value);
+      }
     }
   }
 
-  DEV static void add_bias(const float* table, float (&x)[4]) {
-    const uint4 bias = load16(table);
-    x[0] = __fadd_rn(x[0], __uint_as_float(bias.x));
-    x[1] = __fadd_rn(x[1], __uint_as_float(bias.y));
-    x[2] = __fadd_rn(x[2], __uint_as_float(bias.z));
-    x[3] = __fadd_rn(x[3], __uint_as_float(bias.w));
-  }
-
-  DEV void edit_by_tokens(const uint4& entries, bool may_not_stop, float (&x)[4]) const {
-    const u32 tokens[4] = {entries.x, entries.y, entries.z, entries.w};
+  DEV void edit_by_tokens(const uint4& entries, bool may_not_stop, float (&x)[OCTET]) const {
+    const u32 pairs[OCTET / 2] = {entries.x, entries.y, entries.z, entries.w};
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      if (may_not_stop && (tokens[e] & STOPS)) x[e] = -infinity();
-      if (!(flags & PENALTIES) || !(tokens[e] & (IN_PROMPT | COUNT))) continue;
+    for (int e = 0; e < OCTET; e++) {
+      const u32 token = pairs[e / 2] >> (e % 2 * 16);
+      if (may_not_stop && (token & STOPS)) x[e] = -infinity();
+      if (!(flags & PENALTIES) || !(token & (IN_PROMPT | COUNT))) continue;
       // single roundings, as in engine/ops/penalties.py: no fused multiply-add
-      const u32 count = tokens[e] & COUNT;
+      const u32 count = token & COUNT;
       const float repetition = params->repetition;
       x[e] = x[e] > 0 ? __fdiv_rn(x[e], repetition) : __fmul_rn(x[e], repetition);
       x[e] = __fsub_rn(x[e], __fmul_rn((float)count, params->frequency));

@@ -16,9 +16,9 @@ as in sample.py. Everything but the shapes is read from device memory, so one ca
 mix of requests, up to what its SamplingClass has compiled in. Rows do not influence each other.
 
 Tables of a row, on the device, addressed by its record:
-    tokens  int32 [padded(V)]    bit 31: in the prompt; bit 30: may not stop the row before min_length;
-                                 the rest: how often in the output
-    bias    float32 [padded(V)]  added to the logits
+    tokens  uint16 [padded(V)]  bit 15: in the prompt; bit 14: may not stop the row before min_length; the
+                                rest: how often in the output. 16,383 counts for more, too
+    biases  BIAS_DTYPE [num_biases], by token id: added to the logits
 """
 
 from dataclasses import dataclass
@@ -36,14 +36,17 @@ SLICE_THREADS, ROW_THREADS, GREEDY_THREADS = 256, 512, 32
 PART_BYTES = 32
 MAX_VOCAB = 8192 * GROUP
 
-IN_PROMPT, STOPS = 1 << 31, 1 << 30  # bits of a token table's entry
+IN_PROMPT, STOPS = 1 << 15, 1 << 14  # bits of a token table's entry
+MOST_COUNTED = STOPS - 1
+
+BIAS_DTYPE = np.dtype([("id", np.int32), ("value", np.float32)])
 
 # RowParams of cuda/common/sampling_row.cuh
 ROW_DTYPE = np.dtype(
     [
         ("seed", np.uint64),
         ("tokens", np.uint64),  # address of the row's table, if a flag says that it has one
-        ("bias", np.uint64),
+        ("biases", np.uint64),
         ("top_p", np.float64),
         ("min_length", np.int32),
         ("flags", np.uint32),
@@ -54,6 +57,7 @@ ROW_DTYPE = np.dtype(
         ("frequency", np.float32),
         ("presence", np.float32),
         ("num_logprobs", np.int32),  # -1: off
+        ("num_biases", np.int32),
     ],
     align=True,
 )
@@ -98,7 +102,7 @@ class Workspace:
 
 
 def padded(vocab_size: int) -> int:
-    """Entries of a row's tables: kernels read eight at a time."""
+    """Entries of a row's token table: kernels read eight at a time."""
     return -(-vocab_size // 8) * 8
 
 

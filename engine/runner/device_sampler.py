@@ -1,8 +1,8 @@
 """The sampler of a GPU: what each row asks for lives on the device, and two kernels do all stages.
 
 The stages, their order and their results are those of engine/runner/sampler.py. The parameters of a
-row are a record in device memory; its penalty counts and logit biases, if it has any, are tables over
-the vocabulary that the record points to. Records change when requests come, never during their steps,
+row are a record in device memory; its penalty counts, a table over the vocabulary, and its logit biases, a
+list, are where the record points to, if it has any. Records change when requests come, never during their steps,
 so a captured graph goes on serving whoever is in its rows:
 
     add, free       host only, but for the new row's tables
@@ -17,11 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.api.sampling import MAX_BIASES
 from engine.ops.logprobs import LogprobTensors
 from engine.ops.logprobs_cuda import LogprobWorkspace
 from engine.ops.logprobs_cuda import launch as launch_logprobs
 from engine.ops.sample_cuda import (
+    BIAS_DTYPE,
     IN_PROMPT,
+    MOST_COUNTED,
     ROW_DTYPE,
     STOPS,
     RowFlags,
@@ -46,23 +49,23 @@ BEYOND_PLAIN = int(EDITS | Needs.LOGPROBS)  # an int: flags take microseconds to
 
 
 class TablePool:
-    """Vocabulary-sized tables for the rows that need one, made when first needed and used again."""
+    """Tables for the rows that need one, made when first needed and used again."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size = size
-        self.dtype = dtype
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
         self.device = device
         self.of_row: dict[int, Tensor] = {}
         self.free_tables: list[Tensor] = []
 
     def set(self, row: int, values: npt.NDArray[np.generic]) -> int:
-        """Give `row` a table with these contents; returns its address."""
+        """Give `row` a table that begins with these values; returns its address."""
         self.free(row)
         if self.free_tables:
             table = self.free_tables.pop()
         else:
-            table = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        table.copy_(staged(values, self.device), non_blocking=True)
+            table = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        contents = staged(values.view(np.uint8), self.device)
+        table[: len(contents)].copy_(contents, non_blocking=True)
         self.of_row[row] = table
         return table.data_ptr()
 
@@ -87,8 +90,8 @@ class DeviceSampler:
         self.workspace = Workspace.allocate(max_rows, vocab_size, device)
         num_logprob_rows = max(max_rows, self.score_rows)
         self.logprob_workspace = LogprobWorkspace.allocate(num_logprob_rows, vocab_size, device)
-        self.tokens = TablePool(padded(vocab_size), torch.int32, device)
-        self.bias = TablePool(padded(vocab_size), torch.float32, device)
+        self.tokens = TablePool(padded(vocab_size) * np.dtype(np.uint16).itemsize, device)
+        self.biases = TablePool(MAX_BIASES * BIAS_DTYPE.itemsize, device)
         self.records = np.zeros(max_rows, ROW_DTYPE)
         self.records["temperature"] = 1
         self.params = torch.zeros((max_rows, ROW_DTYPE.itemsize), dtype=torch.uint8, device=device)
@@ -102,7 +105,7 @@ class DeviceSampler:
     @property
     def most_table_bytes(self) -> int:
         """What the tables take once every row has had both."""
-        return self.records.size * sum(p.size * p.dtype.itemsize for p in (self.tokens, self.bias))
+        return self.records.size * (self.tokens.num_bytes + self.biases.num_bytes)
 
     @torch.inference_mode()
     def add(self, init: RowInit) -> None:
@@ -128,9 +131,11 @@ class DeviceSampler:
         if needs & (Needs.PENALTIES | Needs.MIN_TOKENS):
             record["tokens"] = self.tokens.set(row, self._token_table(init, needs))
         if needs & Needs.LOGIT_BIAS:
-            bias = np.zeros(self.bias.size, np.float32)
-            bias[table.bias_ids[row]] = table.bias_values[row]
-            record["bias"] = self.bias.set(row, bias)
+            order = np.argsort(table.bias_ids[row])
+            biases = np.empty(len(order), BIAS_DTYPE)
+            biases["id"] = table.bias_ids[row][order]
+            biases["value"] = table.bias_values[row][order]
+            record["biases"], record["num_biases"] = self.biases.set(row, biases), len(biases)
         record["num_logprobs"] = table.num_logprobs[row] if needs & Needs.LOGPROBS else -1
         self.changed.add(row)
 
@@ -270,7 +275,7 @@ class DeviceSampler:
 
     def _free_tables(self, row: int) -> None:
         self.tokens.free(row)
-        self.bias.free(row)
+        self.biases.free(row)
 
     def _has_top_k(self, row: int) -> bool:
         return 1 <= int(self.table.top_k[row]) < self.table.vocab_size
@@ -286,18 +291,19 @@ class DeviceSampler:
                 flags |= RowFlags.MASS
         return int(flags)
 
-    def _token_table(self, init: RowInit, needs: Needs) -> npt.NDArray[np.int32]:
+    def _token_table(self, init: RowInit, needs: Needs) -> npt.NDArray[np.uint16]:
         """What the row must know of each token (engine/ops/sample_cuda.py); ids beyond V are dropped."""
-        entries = np.zeros(self.tokens.size, np.uint32)
         vocab_size = self.table.vocab_size
+        entries = np.zeros(padded(vocab_size), np.uint16)
         if needs & Needs.PENALTIES:
             prompt, output = np.split(init.token_ids, [init.num_prompt_tokens])
             output = output[output < vocab_size]
-            entries += np.bincount(output, minlength=self.tokens.size).astype(np.uint32)
-            entries[prompt[prompt < vocab_size]] |= np.uint32(IN_PROMPT)
+            counts = np.bincount(output, minlength=len(entries))
+            entries += np.minimum(counts, MOST_COUNTED).astype(np.uint16)
+            entries[prompt[prompt < vocab_size]] |= np.uint16(IN_PROMPT)
         if needs & Needs.MIN_TOKENS:
-            entries[self.table.stop_ids[init.row]] |= np.uint32(STOPS)
-        return entries.view(np.int32)
+            entries[self.table.stop_ids[init.row]] |= np.uint16(STOPS)
+        return entries
 
 
 def staged(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import transformers
 
 from engine.api.config import ConfigError
 from engine.api.messages import FinishReason, TokenPieces
-from engine.api.sampling import StructuredOutput
+from engine.api.sampling import MAX_BIASES, StructuredOutput
 from engine.models.config import ModelConfig
 from engine.ops import jit
 from engine.resolve import KV_DTYPES
@@ -313,7 +313,7 @@ def test_fp8_halves_a_token(tiny):
 def test_the_account_of_memory_holds_the_sampling_tables(tiny):
     harness = build(tiny("llama"), num_blocks=0, max_num_seqs=16, gpu_memory_utilization=0.2)
     memory = harness.engine.gpu_memory
-    assert memory.sampling_tables == 17 * 512 * 8
+    assert memory.sampling_tables == 17 * (512 * 2 + MAX_BIASES * 8)
     rows = memory.rows()
     assert sum(size for _, size in rows) == memory.total
     print("\n".join(f"{size / 2**30:8.3f} GiB  {what}" for what, size in rows))

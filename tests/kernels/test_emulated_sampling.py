@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine.api.sampling import SamplingParams
+from engine.api.sampling import MAX_BIASES, SamplingParams
 from engine.ops import logprobs_cuda, sample_cuda
 from engine.ops.jit import KernelConfig
-from engine.ops.sample_cuda import MAX_VOCAB, ROW_DTYPE, SamplingClass, Workspace
+from engine.ops.sample_cuda import (
+    BIAS_DTYPE,
+    IN_PROMPT,
+    MAX_VOCAB,
+    MOST_COUNTED,
+    ROW_DTYPE,
+    STOPS,
+    SamplingClass,
+    Workspace,
+)
 from engine.ops.token_masks import pack
 from engine.plan import RowInit
 from tests.kernels import emulator
@@ -201,18 +210,18 @@ def test_a_row_forgets_its_former_request_and_tables_are_used_again() -> None:
     sampler = batch.device_sampler(CPU)
     sampler.sample(logits, batch.rows, batch.positions)
     tables = {
-        id(table) for pool in (sampler.tokens, sampler.bias) for table in pool.of_row.values()
+        id(table) for pool in (sampler.tokens, sampler.biases) for table in pool.of_row.values()
     }
     assert len(tables) == 4
     for row in (1, 2):
         sampler.free(row)
         sampler.free(row)  # twice is no error
     assert not sampler.tokens.of_row
-    assert len(sampler.tokens.free_tables) == len(sampler.bias.free_tables) == 2
+    assert len(sampler.tokens.free_tables) == len(sampler.biases.free_tables) == 2
     after = Batch(logits, [plain, demanding], seed=4)
     for init in after.inits:
         sampler.add(init)
-    assert {id(sampler.tokens.of_row[2]), id(sampler.bias.of_row[2])} <= tables
+    assert {id(sampler.tokens.of_row[2]), id(sampler.biases.of_row[2])} <= tables
     got = sampler.sample(logits, after.rows, after.positions).result()
     want = after.cpu_sampler().sample(logits.clone(), after.rows, after.positions).result()
     assert_equal(got, want, after.params)
@@ -275,7 +284,7 @@ def test_too_large_a_vocabulary_is_refused() -> None:
 
 def test_a_record_is_what_the_kernel_reads() -> None:
     assert ROW_DTYPE.itemsize == 72
-    assert [ROW_DTYPE.fields[name][1] for name in ("seed", "tokens", "bias", "top_p")] == [
+    assert [ROW_DTYPE.fields[name][1] for name in ("seed", "tokens", "biases", "top_p")] == [
         0,
         8,
         16,
@@ -283,6 +292,51 @@ def test_a_record_is_what_the_kernel_reads() -> None:
     ]
     assert ROW_DTYPE.fields["min_length"][1] == 32
     assert ROW_DTYPE.fields["num_logprobs"][1] == 64
+    assert ROW_DTYPE.fields["num_biases"][1] == 68
+    assert BIAS_DTYPE.itemsize == 8
+
+
+def test_biases_anywhere_in_the_vocabulary() -> None:
+    """As many as may be, at the edges of what a thread and a block read, and given in no order."""
+    vocab_size = 4101
+    rng = np.random.default_rng(5)
+    edges = [0, 7, 8, 63, 64, 4088, 4095, 4096, 4100, vocab_size]
+    many = rng.permutation(vocab_size)[: MAX_BIASES - 1].tolist()
+    params = [SamplingParams(seed=1, logit_bias={edge: 60.0}) for edge in edges]
+    params += [
+        SamplingParams(seed=2, logit_bias={t: float(rng.normal() * 9) for t in [*many, 10**6]}),
+        SamplingParams(temperature=0.0, seed=3, logit_bias=dict.fromkeys(range(64), -100.0)),
+        SamplingParams(temperature=0.0, seed=3, logit_bias={5: -100.0, 4: 50.0, 4099: 49.0}),
+    ]
+    batch = Batch(normal((len(params), vocab_size), 2.0), params)
+    check_batch(batch, CPU)
+    sampler = batch.device_sampler(CPU)
+    token_ids = sampler.sample(batch.logits, batch.rows, batch.positions).result().token_ids
+    assert token_ids[: len(edges) - 1].tolist() == edges[:-1]
+
+
+def test_counts_end_at_what_the_table_holds() -> None:
+    """The penalty stays what it is then; the bits above are not touched."""
+    params = SamplingParams(
+        temperature=0.0,
+        seed=1,
+        frequency_penalty=1e-3,
+        min_tokens=50_000,
+        max_tokens=100_000,
+        stop_token_ids=[3],
+    )
+    tokens = np.concatenate([[3], np.full(MOST_COUNTED + 5, 3)]).astype(np.int32)
+    logits = torch.zeros((1, 16))
+    logits[0, 3] = 100.0
+    sampler = Batch(logits, []).device_sampler(CPU, max_rows=2)
+    for beyond in (-1, 0, 5):
+        sampler.add(RowInit(1, params, tokens[: 1 + MOST_COUNTED + beyond], 1, 0, []))
+        for step in range(2):
+            position = np.array([100_000 + step], np.int64)  # it may stop by then
+            sample = sampler.sample(logits, np.array([1], np.int32), position).result()
+            assert sample.token_ids[0] == 3
+        entry = int(sampler.tokens.of_row[1].numpy().view(np.uint16)[3])
+        assert entry == IN_PROMPT | STOPS | MOST_COUNTED
 
 
 def test_specs_cover_what_is_launched() -> None:
