@@ -5,9 +5,11 @@
 //   -DNUM_WARPS -DSTAGES -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
 //   -DFUSED_ROPE=0 | 1   1: q, k and v come as the product made them; -DROPE_FP32 (rotation.cuh)
 //
-// Bound by memory: what counts is bytes in flight. A thread block takes one work item (a row's tokens
+// Bound by memory: what counts is bytes in flight. A thread block takes a work item (a row's tokens
 // begin .. end - 1) and one KV head, whose GROUP query heads are the 16 rows of a tensor core tile: more
-// than 16 take several blocks, fewer leave rows empty, which costs nothing here.
+// than 16 take several blocks, fewer leave rows empty, which costs nothing here. With FUSED_ROPE there is a
+// block for each item; without, block y takes items y, y + gridDim.y, ..., so that a launch for the largest
+// list costs little when the list is short.
 //
 //   tile (16 tokens)   0  1  2  3  4  5  6  7  8 ...
 //   warp               0  1  2  3  0  1  2  3  0 ...     each warp with a ring of STAGES tiles of its own,
@@ -49,6 +51,15 @@ constexpr int FRAGMENTS_AT = NUM_WARPS * STAGES * STAGE_BYTES;  // [K_STEPS][32]
 constexpr int ROTATED_AT = FRAGMENTS_AT + (QUERY_IN_SMEM ? K_STEPS * 32 * 16 : 0);
 constexpr int NEWEST_AT = ROTATED_AT + 16 * QueryLayout::STRIDE;
 
+// The same number, but the compiler does not know that it is the same for every item: it would keep what follows
+// from it (places in shared memory) from item to item, in up to a third more registers.
+DEV u32 made_anew(u32 x) {
+#ifndef SLUICE_EMULATE
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 struct alignas(16) Fragment { u32 a[4]; };
 struct alignas(16) Chunk { u32 words[4]; };
 
@@ -62,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     kv_t* k_cache,          // [blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     kv_t* v_cache,
     const int* __restrict__ block_table, // [table rows, table_stride]
-    const WorkItem* __restrict__ work,   // [gridDim.y or more]
-    const int* __restrict__ num_work,
+    const WorkItem* __restrict__ work,   // [*num_work or more]
+    const int* __restrict__ num_work,    // if FUSED_ROPE, from 1 to gridDim.y
     long long q_stride, int table_stride, int num_kv_heads, float scale, float cap, float v_scale
 #if FUSED_ROPE
     ,
@@ -75,313 +86,332 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     )
 {
   extern __shared__ __align__(128) u8 smem[];
-  const WorkItem item = work[blockIdx.y];
-  if ((int)blockIdx.y >= *num_work) return;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int kv_head = blockIdx.x / ROW_BLOCKS;
-  const int first_head = kv_head * GROUP + blockIdx.x % ROW_BLOCKS * 16;  // of this block's query heads
-  const int heads = min(16, (kv_head + 1) * GROUP - first_head);
-  const int num_heads = num_kv_heads * GROUP;
-
-  const int first_token = item.begin & ~(TILE - 1);
-  const u32 num_visible = item.end - item.begin;
-#if FUSED_ROPE
-  const bool has_newest =
-      item.end > item.begin && (item.part < 0 || item.part == item.first_part + item.num_parts - 1);
-  const u32 num_cached = num_visible - has_newest;
-#else
-  const u32 num_cached = num_visible;
-#endif
-  const int num_tiles = (item.end - first_token + TILE - 1) / TILE;
-  const int my_tiles = (num_tiles - warp + NUM_WARPS - 1) / NUM_WARPS;
-
-  // Block ids of this warp's tiles: lane j holds that of tile 32 * n + j, loaded 32 tiles ahead.
-  const int* table_row = block_table + (long long)item.table_row * table_stride;
-  auto block_of = [&](int tile) {
-    return tile < my_tiles ? table_row[(first_token + (warp + tile * NUM_WARPS) * TILE) / BLOCK_SIZE] : 0;
-  };
-  int blocks = block_of(lane), later_blocks = block_of(32 + lane);
-
-  const smem_t ring = smem_address(smem) + warp * (STAGES * STAGE_BYTES);
-  auto load_tile = [&](int tile) {
-    if (tile < my_tiles) {
-      if (tile > 0 && tile % 32 == 0) {
-        blocks = later_blocks;
-        later_blocks = block_of(tile + 32 + lane);
-      }
-      const long long block = __shfl_sync(~0u, blocks, tile & 31);
-      const int token = first_token + (warp + tile * NUM_WARPS) * TILE;
-      const long long start = ((block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
-      const u8* keys = (const u8*)k_cache + start;
-      const u8* values = (const u8*)v_cache + start;
-      const smem_t to = ring + tile % STAGES * STAGE_BYTES;
-      constexpr int CHUNKS = TILE * KvLayout::CHUNKS;
-      #pragma unroll
-      for (int j = 0; j < (CHUNKS + 31) / 32; j++) {
-        const int i = j * 32 + lane, row = i / KvLayout::CHUNKS;
-        if (CHUNKS % 32 == 0 || i < CHUNKS) {
-          // others become zeros, whatever lies there: a weight of zero times NaN would be NaN
-          const bool wanted = (u32)(token + row - item.begin) < num_cached;
-          const u32 offset = KvLayout::offset(row, i % KvLayout::CHUNKS);
-          copy_async_16(to + offset, keys + i * 16, wanted);
-          copy_async_16(to + TILE_BYTES + offset, values + i * 16, wanted);
-        }
-      }
-    }
-    copy_async_commit();
-  };
-
-  // Plans, block tables and angles are older than the kernel before this one.
-#if FUSED_ROPE
-  const int head_lane = threadIdx.x % HEAD_LANES, element = head_lane * 8;  // of a head, as in rotation.cuh
-  Angles angles = {};
-  if (head_lane < BUSY_LANES) angles = load_angles(cos, sin, item.row * angle_stride + element);
-  const int newest = item.end - 1;
-  const long long newest_block = has_newest ? table_row[newest / BLOCK_SIZE] : 0;
-  #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) load_tile(i);
-  grid_dependency_wait();
-  grid_dependency_launch();
-
-  // The block's heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
-  const int num_new = heads + (has_newest ? 2 : 0);
-  for (int first = warp * 32; first < num_new * HEAD_LANES; first += THREADS) {
-    const int i = (first + lane) / HEAD_LANES;
-    const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == heads + 1;
-    const int head = i < heads ? first_head + i : num_heads + (i - heads) * num_kv_heads + kv_head;
-    HeadPart x = {};
-    if (active) x = load_head(q + item.row * q_stride + head * HEAD_DIM + element);
-    if (qk_norm != nullptr)
-      norm_head(x, active && !is_value ? qk_norm + head * HEAD_DIM + element : nullptr, eps);
-    if (!is_value) rotate(x, angles);
-    if (active && i < heads) {
-      u8* rows = smem + ROTATED_AT;
-      store8((scalar_t*)(rows + QueryLayout::offset(i, element / 8)), x.a);
-      store8((scalar_t*)(rows + QueryLayout::offset(i, (element + HALF) / 8)), x.b);
-    } else if (active) {
-      const float inverse_scale = is_value ? inverse_v_scale : inverse_k_scale;
-      store_kv((kv_t*)(smem + NEWEST_AT) + (i - heads) * HEAD_DIM + element, x, inverse_scale);
-      const long long start =
-          ((newest_block * num_kv_heads + kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
-      if (blockIdx.x % ROW_BLOCKS == 0) store_kv((is_value ? v_cache : k_cache) + start, x, inverse_scale);
-    }
-  }
-  __syncthreads();
-#else
-  // ... which wrote q and the newest token, which can only be an item's last.
-  bool has_waited = false;
-  #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
-    if (!has_waited && warp + i * NUM_WARPS >= num_tiles - 1) {
-      grid_dependency_wait();
-      has_waited = true;
-    }
-    load_tile(i);
-  }
-  if (!has_waited) grid_dependency_wait();
-  grid_dependency_launch();
-#endif
-
-  auto load_query = [&](int k, u32 (&a)[4]) {
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = g + i % 2 * 8, column = query_column(k, t, i / 2);
-#if FUSED_ROPE
-      const u8* from = smem + ROTATED_AT + QueryLayout::offset(row, column / 8) + column % 8 * 2;
-#else
-      const scalar_t* from = q + item.row * q_stride + (first_head + row) * HEAD_DIM + column;
-#endif
-      a[i] = row < heads ? query_operand(*(const u32*)from) : 0u;
-    }
-  };
-  u32 query[QUERY_IN_SMEM ? 1 : K_STEPS][4];  // fragments by k step, the same in every warp
-  Fragment* shared_query = (Fragment*)(smem + FRAGMENTS_AT);
-  if (QUERY_IN_SMEM) {
-    for (int k = warp; k < K_STEPS; k += NUM_WARPS) load_query(k, shared_query[k * 32 + lane].a);
-    __syncthreads();
-  } else {
-    #pragma unroll
-    for (int k = 0; k < K_STEPS; k++) load_query(k, query[k]);
-  }
-
-  float o[N_TILES][4];
-  #pragma unroll
-  for (int n = 0; n < N_TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-  float m[2] = {NO_MAXIMUM, NO_MAXIMUM}, l[2] = {0.f, 0.f};  // of rows g and g + 8
   scale *= KV_UNIT;
   v_scale *= KV_UNIT;
-  const float score_scale = SCORE_SCALE(scale);
-
-  for (int i = 0; i < my_tiles; i++) {
-    copy_async_wait<STAGES - 2>();
-    __syncwarp();
-    load_tile(i + STAGES - 1);
-    const smem_t keys = ring + i % STAGES * STAGE_BYTES + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
 #if FUSED_ROPE
-    if (has_newest && warp + i * NUM_WARPS == num_tiles - 1) {
-      u8* tile = smem + (warp * STAGES + i % STAGES) * STAGE_BYTES;
-      const Chunk* from = (const Chunk*)(smem + NEWEST_AT);
-      for (int j = lane; j < 2 * KvLayout::CHUNKS; j += 32) {
-        const u32 offset = KvLayout::offset(newest % TILE, j % KvLayout::CHUNKS);
-        *(Chunk*)(tile + j / KvLayout::CHUNKS * TILE_BYTES + offset) = from[j];
-      }
-      __syncwarp();
+  const WorkItem item = work[blockIdx.y];
+  if ((int)blockIdx.y >= *num_work) return;
+  const u32 thread = threadIdx.x;
+  do {
+#else
+  bool has_waited = false;
+  auto wait_once = [&] {
+    if (!has_waited) {
+      grid_dependency_wait();
+      grid_dependency_launch();
     }
+    has_waited = true;
+  };
+  const int count = *num_work;
+  // The barrier: nobody reads shared memory any more, which the next item fills.
+  for (int index = blockIdx.y; index < count; index += gridDim.y, __syncthreads()) {
+    const WorkItem item = work[index];
+    const u32 thread = made_anew(threadIdx.x);
 #endif
+    const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const int kv_head = blockIdx.x / ROW_BLOCKS;
+    const int first_head = kv_head * GROUP + blockIdx.x % ROW_BLOCKS * 16;  // of this block's query heads
+    const int heads = min(16, (kv_head + 1) * GROUP - first_head);
+    const int num_heads = num_kv_heads * GROUP;
 
-    float s[2][4] = {};
-    #pragma unroll
-    for (int load = 0; load < LOADS; load++) {
-      KeyFragment f;
-      f.load(keys, load);
-      #pragma unroll
-      for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
-        const int k = load * K_STEPS_PER_LOAD + step;
-        if (k < K_STEPS) {
-          if (QUERY_IN_SMEM) {
-            const Fragment a = shared_query[k * 32 + lane];
-            f.multiply(step, s[0], s[1], a.a);
-          } else {
-            f.multiply(step, s[0], s[1], query[QUERY_IN_SMEM ? 0 : k]);
+    const int first_token = item.begin & ~(TILE - 1);
+    const u32 num_visible = item.end - item.begin;
+#if FUSED_ROPE
+    const bool has_newest =
+        item.end > item.begin && (item.part < 0 || item.part == item.first_part + item.num_parts - 1);
+    const u32 num_cached = num_visible - has_newest;
+#else
+    const u32 num_cached = num_visible;
+#endif
+    const int num_tiles = (item.end - first_token + TILE - 1) / TILE;
+    const int my_tiles = (num_tiles - warp + NUM_WARPS - 1) / NUM_WARPS;
+
+    // Block ids of this warp's tiles: lane j holds that of tile 32 * n + j, loaded 32 tiles ahead.
+    const int* table_row = block_table + (long long)item.table_row * table_stride;
+    auto block_of = [&](int tile) {
+      return tile < my_tiles ? table_row[(first_token + (warp + tile * NUM_WARPS) * TILE) / BLOCK_SIZE] : 0;
+    };
+    int blocks = block_of(lane), later_blocks = block_of(32 + lane);
+
+    const smem_t ring = smem_address(smem) + warp * (STAGES * STAGE_BYTES);
+    auto load_tile = [&](int tile) {
+      if (tile < my_tiles) {
+        if (tile > 0 && tile % 32 == 0) {
+          blocks = later_blocks;
+          later_blocks = block_of(tile + 32 + lane);
+        }
+        const long long block = __shfl_sync(~0u, blocks, tile & 31);
+        const int token = first_token + (warp + tile * NUM_WARPS) * TILE;
+        const long long start = ((block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
+        const u8* keys = (const u8*)k_cache + start;
+        const u8* values = (const u8*)v_cache + start;
+        const smem_t to = ring + tile % STAGES * STAGE_BYTES;
+        constexpr int CHUNKS = TILE * KvLayout::CHUNKS;
+        #pragma unroll
+        for (int j = 0; j < (CHUNKS + 31) / 32; j++) {
+          const int i = j * 32 + lane, row = i / KvLayout::CHUNKS;
+          if (CHUNKS % 32 == 0 || i < CHUNKS) {
+            // others become zeros, whatever lies there: a weight of zero times NaN would be NaN
+            const bool wanted = (u32)(token + row - item.begin) < num_cached;
+            const u32 offset = KvLayout::offset(row, i % KvLayout::CHUNKS);
+            copy_async_16(to + offset, keys + i * 16, wanted);
+            copy_async_16(to + TILE_BYTES + offset, values + i * 16, wanted);
           }
         }
       }
+      copy_async_commit();
+    };
+
+    // Plans, block tables and angles are older than the kernel before this one.
+#if FUSED_ROPE
+    const int head_lane = thread % HEAD_LANES, element = head_lane * 8;  // of a head, as in rotation.cuh
+    Angles angles = {};
+    if (head_lane < BUSY_LANES) angles = load_angles(cos, sin, item.row * angle_stride + element);
+    const int newest = item.end - 1;
+    const long long newest_block = has_newest ? table_row[newest / BLOCK_SIZE] : 0;
+    #pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) load_tile(i);
+    grid_dependency_wait();
+    grid_dependency_launch();
+
+    // The block's heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
+    const int num_new = heads + (has_newest ? 2 : 0);
+    for (int first = warp * 32; first < num_new * HEAD_LANES; first += THREADS) {
+      const int i = (first + lane) / HEAD_LANES;
+      const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == heads + 1;
+      const int head = i < heads ? first_head + i : num_heads + (i - heads) * num_kv_heads + kv_head;
+      HeadPart x = {};
+      if (active) x = load_head(q + item.row * q_stride + head * HEAD_DIM + element);
+      if (qk_norm != nullptr)
+        norm_head(x, active && !is_value ? qk_norm + head * HEAD_DIM + element : nullptr, eps);
+      if (!is_value) rotate(x, angles);
+      if (active && i < heads) {
+        u8* rows = smem + ROTATED_AT;
+        store8((scalar_t*)(rows + QueryLayout::offset(i, element / 8)), x.a);
+        store8((scalar_t*)(rows + QueryLayout::offset(i, (element + HALF) / 8)), x.b);
+      } else if (active) {
+        const float inverse_scale = is_value ? inverse_v_scale : inverse_k_scale;
+        store_kv((kv_t*)(smem + NEWEST_AT) + (i - heads) * HEAD_DIM + element, x, inverse_scale);
+        const long long start =
+            ((newest_block * num_kv_heads + kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
+        if (blockIdx.x % ROW_BLOCKS == 0) store_kv((is_value ? v_cache : k_cache) + start, x, inverse_scale);
+      }
+    }
+    __syncthreads();
+#else
+    // ... which wrote q and the newest token, which can only be an item's last.
+    #pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+      if (warp + i * NUM_WARPS >= num_tiles - 1) wait_once();
+      load_tile(i);
+    }
+    wait_once();
+#endif
+
+    auto load_query = [&](int k, u32 (&a)[4]) {
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int row = g + i % 2 * 8, column = query_column(k, t, i / 2);
+#if FUSED_ROPE
+        const u8* from = smem + ROTATED_AT + QueryLayout::offset(row, column / 8) + column % 8 * 2;
+#else
+        const scalar_t* from = q + item.row * q_stride + (first_head + row) * HEAD_DIM + column;
+#endif
+        a[i] = row < heads ? query_operand(*(const u32*)from) : 0u;
+      }
+    };
+    u32 query[QUERY_IN_SMEM ? 1 : K_STEPS][4];  // fragments by k step, the same in every warp
+    Fragment* shared_query = (Fragment*)(smem + FRAGMENTS_AT);
+    if (QUERY_IN_SMEM) {
+      for (int k = warp; k < K_STEPS; k += NUM_WARPS) load_query(k, shared_query[k * 32 + lane].a);
+      __syncthreads();
+    } else {
+      #pragma unroll
+      for (int k = 0; k < K_STEPS; k++) load_query(k, query[k]);
     }
 
-    const int offset = first_token + (warp + i * NUM_WARPS) * TILE - item.begin;  // of the tile
-    const bool whole = offset >= 0 && offset + TILE <= (int)num_visible;
-    float highest[2] = {HIDDEN, HIDDEN};
+    float o[N_TILES][4];
     #pragma unroll
-    for (int n = 0; n < 2; n++)
-      #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        s[n][e] = cap_score(s[n][e], scale, cap);
-        if (!whole && (u32)(offset + n * 8 + t * 2 + e % 2) >= num_visible) s[n][e] = HIDDEN;
-        highest[e / 2] = fmaxf(highest[e / 2], s[n][e]);
+    for (int n = 0; n < N_TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+    float m[2] = {NO_MAXIMUM, NO_MAXIMUM}, l[2] = {0.f, 0.f};  // of rows g and g + 8
+    const float score_scale = SCORE_SCALE(scale);
+
+    for (int i = 0; i < my_tiles; i++) {
+      copy_async_wait<STAGES - 2>();
+      __syncwarp();
+      load_tile(i + STAGES - 1);
+      const smem_t keys = ring + i % STAGES * STAGE_BYTES + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
+#if FUSED_ROPE
+      if (has_newest && warp + i * NUM_WARPS == num_tiles - 1) {
+        u8* tile = smem + (warp * STAGES + i % STAGES) * STAGE_BYTES;
+        const Chunk* from = (const Chunk*)(smem + NEWEST_AT);
+        for (int j = lane; j < 2 * KvLayout::CHUNKS; j += 32) {
+          const u32 offset = KvLayout::offset(newest % TILE, j % KvLayout::CHUNKS);
+          *(Chunk*)(tile + j / KvLayout::CHUNKS * TILE_BYTES + offset) = from[j];
+        }
+        __syncwarp();
       }
-    float factor[2];
+#endif
+
+      float s[2][4] = {};
+      #pragma unroll
+      for (int load = 0; load < LOADS; load++) {
+        KeyFragment f;
+        f.load(keys, load);
+        #pragma unroll
+        for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
+          const int k = load * K_STEPS_PER_LOAD + step;
+          if (k < K_STEPS) {
+            if (QUERY_IN_SMEM) {
+              const Fragment a = shared_query[k * 32 + lane];
+              f.multiply(step, s[0], s[1], a.a);
+            } else {
+              f.multiply(step, s[0], s[1], query[QUERY_IN_SMEM ? 0 : k]);
+            }
+          }
+        }
+      }
+
+      const int offset = first_token + (warp + i * NUM_WARPS) * TILE - item.begin;  // of the tile
+      const bool whole = offset >= 0 && offset + TILE <= (int)num_visible;
+      float highest[2] = {HIDDEN, HIDDEN};
+      #pragma unroll
+      for (int n = 0; n < 2; n++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+          s[n][e] = cap_score(s[n][e], scale, cap);
+          if (!whole && (u32)(offset + n * 8 + t * 2 + e % 2) >= num_visible) s[n][e] = HIDDEN;
+          highest[e / 2] = fmaxf(highest[e / 2], s[n][e]);
+        }
+      float factor[2];
+      #pragma unroll
+      for (int h = 0; h < 2; h++) {
+        highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 1));
+        highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 2));
+        factor[h] = raise_maximum(m[h], highest[h] * score_scale);
+        l[h] *= factor[h];
+      }
+      #pragma unroll
+      for (int n = 0; n < 2; n++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+          s[n][e] = exp2_fast(s[n][e] * score_scale - m[e / 2]);
+          l[e / 2] += s[n][e];
+        }
+      if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
+        #pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+          #pragma unroll
+          for (int e = 0; e < 4; e++) o[n][e] *= factor[e / 2];
+      }
+
+      const u32 weights[4] = {pack_operand(s[0][0], s[0][1]), pack_operand(s[0][2], s[0][3]),
+                              pack_operand(s[1][0], s[1][1]), pack_operand(s[1][2], s[1][3])};
+      #pragma unroll
+      for (int load = 0; load < LOADS; load++) {
+        ValueFragment f;
+        f.load(values, load);
+        #pragma unroll
+        for (int tile = 0; tile < N_TILES_PER_LOAD; tile++) {
+          const int n = load * N_TILES_PER_LOAD + tile;
+          if (n < N_TILES) f.multiply(tile, o[n], weights);
+        }
+      }
+    }
+
+    // The warps' sums, in shared memory in place of the rings.
+    copy_async_wait<0>();
+    __syncthreads();
+    float* sums = (float*)smem;                             // [NUM_WARPS][16][SUM_STRIDE]
+    float* maxima = sums + SUMS;                            // [NUM_WARPS][16]
+    float* denominators = maxima + NUM_WARPS * 16;          // [NUM_WARPS][16]
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-      highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 1));
-      highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 2));
-      factor[h] = raise_maximum(m[h], highest[h] * score_scale);
-      l[h] *= factor[h];
-    }
-    #pragma unroll
-    for (int n = 0; n < 2; n++)
-      #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        s[n][e] = exp2_fast(s[n][e] * score_scale - m[e / 2]);
-        l[e / 2] += s[n][e];
-      }
-    if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
-      #pragma unroll
-      for (int n = 0; n < N_TILES; n++)
+      l[h] += __shfl_xor_sync(~0u, l[h], 1);
+      l[h] += __shfl_xor_sync(~0u, l[h], 2);
+      const int row = warp * 16 + g + 8 * h;
+      if (g + 8 * h < heads) {
         #pragma unroll
-        for (int e = 0; e < 4; e++) o[n][e] *= factor[e / 2];
+        for (int pair = 0; pair < N_TILES; pair++) {
+          float* to = sums + row * SUM_STRIDE + output_column(pair, t);
+          output_pair(o, pair, h, to[0], to[1]);
+        }
+        if (t == 0) {
+          maxima[row] = m[h];
+          denominators[row] = l[h];
+        }
+      }
     }
-
-    const u32 weights[4] = {pack_operand(s[0][0], s[0][1]), pack_operand(s[0][2], s[0][3]),
-                            pack_operand(s[1][0], s[1][1]), pack_operand(s[1][2], s[1][3])};
-    #pragma unroll
-    for (int load = 0; load < LOADS; load++) {
-      ValueFragment f;
-      f.load(values, load);
+    __syncthreads();
+    constexpr int QUADS = HEAD_DIM / 4;
+    for (int i = thread; i < heads * QUADS; i += THREADS) {
+      const int row = i / QUADS, column = i % QUADS * 4;
+      float top = maxima[row];
       #pragma unroll
-      for (int tile = 0; tile < N_TILES_PER_LOAD; tile++) {
-        const int n = load * N_TILES_PER_LOAD + tile;
-        if (n < N_TILES) f.multiply(tile, o[n], weights);
-      }
-    }
-  }
-
-  // The warps' sums, in shared memory in place of the rings.
-  copy_async_wait<0>();
-  __syncthreads();
-  float* sums = (float*)smem;                             // [NUM_WARPS][16][SUM_STRIDE]
-  float* maxima = sums + SUMS;                            // [NUM_WARPS][16]
-  float* denominators = maxima + NUM_WARPS * 16;          // [NUM_WARPS][16]
-  #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    l[h] += __shfl_xor_sync(~0u, l[h], 1);
-    l[h] += __shfl_xor_sync(~0u, l[h], 2);
-    const int row = warp * 16 + g + 8 * h;
-    if (g + 8 * h < heads) {
+      for (int w = 1; w < NUM_WARPS; w++) top = fmaxf(top, maxima[w * 16 + row]);
+      float denominator = 0.f;
+      Float4 sum = {0.f, 0.f, 0.f, 0.f};
       #pragma unroll
-      for (int pair = 0; pair < N_TILES; pair++) {
-        float* to = sums + row * SUM_STRIDE + output_column(pair, t);
-        output_pair(o, pair, h, to[0], to[1]);
+      for (int w = 0; w < NUM_WARPS; w++) {
+        const float weight = exp2_fast(maxima[w * 16 + row] - top);
+        const Float4 part = *(const Float4*)(sums + (w * 16 + row) * SUM_STRIDE + column);
+        denominator += weight * denominators[w * 16 + row];
+        sum.x += weight * part.x;
+        sum.y += weight * part.y;
+        sum.z += weight * part.z;
+        sum.w += weight * part.w;
       }
-      if (t == 0) {
-        maxima[row] = m[h];
-        denominators[row] = l[h];
+      const float unit = denominator > 0.f ? v_scale / denominator : 0.f;  // no token: zeros
+      sum = Float4{sum.x * unit, sum.y * unit, sum.z * unit, sum.w * unit};
+      const int head = first_head + row;
+      if (item.part < 0) {
+        store_scalars(out + ((long long)item.row * num_heads + head) * HEAD_DIM + column, sum);
+      } else {
+        *(Float4*)(part_o + ((long long)item.part * num_heads + head) * HEAD_DIM + column) = sum;
+        if (column == 0)
+          part_lse[(long long)item.part * num_heads + head] = denominator > 0.f ? top + log2_fast(denominator) : NO_MAXIMUM;
       }
     }
-  }
-  __syncthreads();
-  constexpr int QUADS = HEAD_DIM / 4;
-  for (int i = threadIdx.x; i < heads * QUADS; i += THREADS) {
-    const int row = i / QUADS, column = i % QUADS * 4;
-    float top = maxima[row];
-    #pragma unroll
-    for (int w = 1; w < NUM_WARPS; w++) top = fmaxf(top, maxima[w * 16 + row]);
-    float denominator = 0.f;
-    Float4 sum = {0.f, 0.f, 0.f, 0.f};
-    #pragma unroll
-    for (int w = 0; w < NUM_WARPS; w++) {
-      const float weight = exp2_fast(maxima[w * 16 + row] - top);
-      const Float4 part = *(const Float4*)(sums + (w * 16 + row) * SUM_STRIDE + column);
-      denominator += weight * denominators[w * 16 + row];
-      sum.x += weight * part.x;
-      sum.y += weight * part.y;
-      sum.z += weight * part.z;
-      sum.w += weight * part.w;
+    if (item.part < 0) continue;
+
+    // Last to arrive? The counter falls back to zero for the next launch.
+    __threadfence();
+    __syncthreads();
+    int* is_last = (int*)(denominators + NUM_WARPS * 16);
+    if (thread == 0) {
+      const u32 before = atomicInc(arrivals + (long long)item.split * gridDim.x + blockIdx.x, item.num_parts - 1);
+      *is_last = before == (u32)item.num_parts - 1;
     }
-    const float unit = denominator > 0.f ? v_scale / denominator : 0.f;  // no token: zeros
-    sum = Float4{sum.x * unit, sum.y * unit, sum.z * unit, sum.w * unit};
-    const int head = first_head + row;
-    if (item.part < 0) {
+    __syncthreads();
+    if (!*is_last) continue;
+    __threadfence();
+    float* weights = sums;  // [16][num_parts], normalised
+    const float* lse = part_lse + (long long)item.first_part * num_heads + first_head;
+    for (int row = warp; row < heads; row += NUM_WARPS) {
+      float top = NO_MAXIMUM, total = 0.f;
+      for (int i = lane; i < item.num_parts; i += 32) top = fmaxf(top, load_float_l2(lse + i * num_heads + row));
+      #pragma unroll
+      for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+      for (int i = lane; i < item.num_parts; i += 32) {
+        const float weight = exp2_fast(load_float_l2(lse + i * num_heads + row) - top);
+        weights[row * item.num_parts + i] = weight;
+        total += weight;
+      }
+      #pragma unroll
+      for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+      for (int i = lane; i < item.num_parts; i += 32) weights[row * item.num_parts + i] /= total;
+    }
+    __syncthreads();
+    for (int i = thread; i < heads * QUADS; i += THREADS) {
+      const int row = i / QUADS, column = i % QUADS * 4, head = first_head + row;
+      const float* from = part_o + ((long long)item.first_part * num_heads + head) * HEAD_DIM + column;
+      const Float4 sum = merge_parts(from, weights + row * item.num_parts, item.num_parts, num_heads * HEAD_DIM);
       store_scalars(out + ((long long)item.row * num_heads + head) * HEAD_DIM + column, sum);
-    } else {
-      *(Float4*)(part_o + ((long long)item.part * num_heads + head) * HEAD_DIM + column) = sum;
-      if (column == 0)
-        part_lse[(long long)item.part * num_heads + head] = denominator > 0.f ? top + log2_fast(denominator) : NO_MAXIMUM;
     }
+#if FUSED_ROPE
+  } while (false);
+#else
   }
-  if (item.part < 0) return;
-
-  // Last to arrive? The counter falls back to zero for the next launch.
-  __threadfence();
-  __syncthreads();
-  int* is_last = (int*)(denominators + NUM_WARPS * 16);
-  if (threadIdx.x == 0) {
-    const u32 before = atomicInc(arrivals + (long long)item.split * gridDim.x + blockIdx.x, item.num_parts - 1);
-    *is_last = before == (u32)item.num_parts - 1;
-  }
-  __syncthreads();
-  if (!*is_last) return;
-  __threadfence();
-  float* weights = sums;  // [16][num_parts], normalised
-  const float* lse = part_lse + (long long)item.first_part * num_heads + first_head;
-  for (int row = warp; row < heads; row += NUM_WARPS) {
-    float top = NO_MAXIMUM, total = 0.f;
-    for (int i = lane; i < item.num_parts; i += 32) top = fmaxf(top, load_float_l2(lse + i * num_heads + row));
-    #pragma unroll
-    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    for (int i = lane; i < item.num_parts; i += 32) {
-      const float weight = exp2_fast(load_float_l2(lse + i * num_heads + row) - top);
-      weights[row * item.num_parts + i] = weight;
-      total += weight;
-    }
-    #pragma unroll
-    for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(~0u, total, d);
-    for (int i = lane; i < item.num_parts; i += 32) weights[row * item.num_parts + i] /= total;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < heads * QUADS; i += THREADS) {
-    const int row = i / QUADS, column = i % QUADS * 4, head = first_head + row;
-    const float* from = part_o + ((long long)item.first_part * num_heads + head) * HEAD_DIM + column;
-    const Float4 sum = merge_parts(from, weights + row * item.num_parts, item.num_parts, num_heads * HEAD_DIM);
-    store_scalars(out + ((long long)item.row * num_heads + head) * HEAD_DIM + column, sum);
-  }
+  wait_once();  // also without an item: the next kernel relies on it (dependent_launch.cuh)
+#endif
 }

@@ -39,12 +39,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_prefi
     const int* __restrict__ block_table,  // [table rows, table_stride]
     const int* __restrict__ rows,         // table row of each batch row
     const PrefillItem* __restrict__ work, // [gridDim.x / num_kv_heads]
+    const int* __restrict__ num_items,    // of `work` that count, or null: all
     const int* __restrict__ q_start,      // first token of each batch row
     long long q_stride, int table_stride, int num_kv_heads, int window, float scale, float cap, float v_scale)
 {
   extern __shared__ __align__(128) u8 smem[];
   __shared__ int kept_first_token, kept_num_queries;  // for the end: registers are scarce
-  const PrefillItem item = work[blockIdx.x / num_kv_heads];
+  const int index = blockIdx.x / num_kv_heads;
+  if (num_items != nullptr && index >= *num_items) return;
+  const PrefillItem item = work[index];
   const int kv_head = blockIdx.x % num_kv_heads;
   if (item.q_row >= item.q_len) return;  // padding of the list
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;

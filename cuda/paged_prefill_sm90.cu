@@ -100,7 +100,7 @@ struct Params {
   scalar_t* out;            // [T, num_heads, HEAD_DIM]
   const int* block_table;   // [table rows, table_stride]
   const int* rows;          // [B] table row of each batch row
-  const int4* work;         // [num_work] {batch row, first query row, q_len, kv_len}
+  const int4* work;         // [num_work or more] {batch row, first query row, q_len, kv_len}
   const int* q_start;       // [B] first token of each batch row
   int num_work, table_stride, num_heads, num_kv_heads;
   int window;               // keys that a query sees, itself included
@@ -362,14 +362,15 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_pre
     const __grid_constant__ TensorMap q_map,  // [T, num_heads, HEAD_DIM], box [Q_ROWS, 1, 64]
     const __grid_constant__ TensorMap k_map,  // [blocks * num_kv_heads * BLOCK_SIZE, HEAD_DIM], box [BLOCK_SIZE, 64]
     const __grid_constant__ TensorMap v_map,
-    scalar_t* __restrict__ out, const int* __restrict__ block_table, const int* __restrict__ rows,
-    const int4* __restrict__ work, const int* __restrict__ q_start, int num_work, int table_stride,
+    scalar_t* __restrict__ out,
+    // No `__restrict__` here: the kernel before this one may have written them (dependent_launch.cuh).
+    const int* block_table, const int* rows, const int4* work, const int* q_start,
+    const int* num_items,     // of `work` that count, or null: all
+    int max_items, int table_stride,
     int num_heads, int num_kv_heads, int window, float scale_log2, float scale_inner, float v_scale)
 {
   extern __shared__ u8 raw[];
   const Smem smem(raw);
-  const Params params{out, block_table, rows, work, q_start, num_work, table_stride,
-                      num_heads, num_kv_heads, window, scale_log2, scale_inner, v_scale};
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);  // uniform, as the compiler can see
   if (threadIdx.x == 0) {
     mbarrier_init(smem.q_full(), 1);
@@ -384,6 +385,9 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1) paged_pre
   }
   __syncthreads();
   grid_dependency_wait();
+  const int num_work = num_items == nullptr ? max_items : min(*num_items, max_items);
+  const Params params{out, block_table, rows, work, q_start, num_work, table_stride,
+                      num_heads, num_kv_heads, window, scale_log2, scale_inner, v_scale};
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 3 ? 32 : 40>();
     if (threadIdx.x < 32) produce(params, smem, &q_map, &k_map, &v_map);

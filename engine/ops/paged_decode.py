@@ -1,23 +1,25 @@
 """Attention of one query per row over a paged KV cache.
 
 Contract
-    q            [B, num_heads, D] bfloat16 or float16; heads contiguous, rows any multiple of 4 bytes apart
+    q            [T, num_heads, D] bfloat16 or float16; heads contiguous, rows any multiple of 4 bytes apart
     k_cache      [num_blocks, num_kv_heads, block_size, D], contiguous, of q's dtype or float8_e4m3fn or
     v_cache      float8_e5m2. Query head h reads KV head h // (num_heads // num_kv_heads)
     block_table  int32 [table rows, max_blocks]; what lies behind a row's tokens is not read
     plan         work items of ops.plan_decode: for each batch row, its row in the table and which tokens it
-                 sees, in one or several parts. Rows without tokens give zeros
+                 sees, in one or several parts. Rows without tokens give zeros; rows without an item are not
+                 read or written. T has nothing to do with the plan's batch, which bounds the number of items
+                 and of parts: in steps with prompt chunks q and out are those of all tokens
     scratch      of the same limits as the plan; contents are arbitrary, but `arrivals` are zero before and
                  after. Calls that may run at the same time need scratch of their own
     softcap      0: none; else scores become softcap * tanh(score / softcap)
     k_scale      what the caches' numbers are to be multiplied by
     v_scale
-    out          [B, num_heads, D] contiguous, of q's dtype; overwritten
+    out          [T, num_heads, D] contiguous, of q's dtype; rows with items are overwritten
 
     out = softmax(q K^T * scale) V in float32, with weights rounded to the dtype for the second product.
 
 D is 64, 80, 96, 128, 256 or any other multiple of 16 up to 256; block_size a multiple of 16. Within a CUDA
-graph all tensors stay and their contents change, the plan's among them.
+graph all tensors stay and their contents change, the plan's among them: it may have no items at all.
 """
 
 from collections.abc import Sequence
@@ -77,9 +79,9 @@ def paged_decode(
             q, k_cache, v_cache, block_table, plan, scratch, scale, out, softcap, k_scale, v_scale
         )
     else:
-        out.copy_(
-            reference(q, k_cache, v_cache, block_table, plan, scale, softcap, k_scale, v_scale)
-        )
+        result = reference(q, k_cache, v_cache, block_table, plan, scale, softcap, k_scale, v_scale)
+        rows = plan.items[: int(plan.num_items), 0].long()
+        out[rows] = result[rows].to(out.dtype)
 
 
 def reference(
@@ -188,8 +190,13 @@ def run(
     limits = plan.limits
     assert limits.blocks_per_item == blocks_per_item(num_heads, num_kv_heads)
     assert len(scratch.part_o) >= limits.max_parts(plan.batch)
+    num_blocks = plan.max_items
+    if (
+        not rotation
+    ):  # these take as many items as there are: twice what the device holds does for any
+        num_blocks = min(num_blocks, -(-2 * limits.slots // limits.blocks_per_item))
     variant.kernel(
-        (limits.blocks_per_item, plan.max_items),
+        (limits.blocks_per_item, num_blocks),
         (variant.num_warps * 32,),
         (
             out.data_ptr(),

@@ -11,6 +11,8 @@ Contract
     work         int32 [W, 4] {batch row, first query, q_len, kv_len}: the q_len queries of a batch row are
                  the last q_len of its kv_len tokens; an item covers `queries_per_item` of them from the
                  first query on. Items with first query >= q_len are padding. `work_items` makes them
+    num_items    int32 [1] on the device: only so many of `work` count, from 0 on, and what lies behind them
+                 may be anything; None: all of them. So one CUDA graph serves lists of any length up to W
     q_start      int32 [B] first token of each batch row in q and out
     out          [T, num_heads, D] contiguous, of q's dtype; tokens of no chunk are not written
     window       a token sees itself and window - 1 tokens before it; None: all before it
@@ -58,6 +60,8 @@ def paged_prefill(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    *,
+    num_items: Tensor | None = None,
 ) -> None:
     """See the module's contract."""
     run = launch if q.is_cuda else reference
@@ -75,6 +79,7 @@ def paged_prefill(
         softcap,
         k_scale,
         v_scale,
+        num_items,
     )
 
 
@@ -125,10 +130,12 @@ def reference(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    num_items: Tensor | None = None,
 ) -> None:
     """Chunk by chunk in float32; the items only say which chunks there are."""
     group = q.shape[1] // k_cache.shape[1]
-    chunks = {row: (q_len, kv_len) for row, _, q_len, kv_len in work.tolist() if q_len}
+    items = work if num_items is None else work[: int(num_items)]
+    chunks = {row: (q_len, kv_len) for row, _, q_len, kv_len in items.tolist() if q_len}
     for row, (q_len, kv_len) in chunks.items():
         start, table_row = int(q_start[row]), block_table[int(rows[row])]
         keys = gather(k_cache, table_row, 0, kv_len).repeat_interleave(group, 0) * k_scale
@@ -159,6 +166,7 @@ def launch(
     softcap: float,
     k_scale: float,
     v_scale: float,
+    num_items: Tensor | None = None,
 ) -> None:
     """Raises ValueError for layouts outside the contract."""
     num_heads, head_dim = q.shape[1:]
@@ -178,6 +186,7 @@ def launch(
             block_table.data_ptr(),
             rows.data_ptr(),
             work.data_ptr(),
+            0 if num_items is None else num_items.data_ptr(),
             q_start.data_ptr(),
             np.int64(q.stride(0)),
             np.int32(block_table.stride(0)),

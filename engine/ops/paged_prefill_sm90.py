@@ -9,6 +9,7 @@ Contract
     work         of tiling.queries queries an item; plan_items makes it
     tiling       one of tilings(head_dim, softcap > 0); the result is the same to the bit with each
 
+Thread blocks are as many as `work` has room for, up to one a multiprocessor, whatever num_items says.
 All but the addresses of q, out and the caches may change between replays of a CUDA graph.
 """
 
@@ -107,6 +108,7 @@ def paged_prefill_sm90(
     v_scale: float = 1.0,
     *,
     tiling: Tiling,
+    num_items: Tensor | None = None,
 ) -> None:
     """See the module's contract. Raises ValueError for what is outside it."""
     _, num_heads, head_dim = q.shape
@@ -124,11 +126,11 @@ def paged_prefill_sm90(
         raise ValueError("paged_prefill_sm90: the caches and out must be contiguous")
     if work.shape[0] == 0:
         return
-    device, num_items = q.device.index, work.shape[0]
+    device, max_items = q.device.index, work.shape[0]
     kernel = load(tiling, head_dim, q.dtype, block_size, softcap > 0, device)
     cache_rows, box = num_blocks * num_kv_heads * block_size, (block_size, 64)
     kernel(
-        (min(num_items * num_heads, num_sms(device)),),
+        (min(max_items * num_heads, num_sms(device)),),
         (tiling.threads,),
         (
             tensor_map(q, (tiling.queries, 1, 64)),
@@ -139,7 +141,8 @@ def paged_prefill_sm90(
             rows.data_ptr(),
             work.data_ptr(),
             q_start.data_ptr(),
-            np.int32(num_items),
+            0 if num_items is None else num_items.data_ptr(),
+            np.int32(max_items),
             np.int32(block_table.stride(0)),
             *scalars(num_heads, num_kv_heads, window, scale, softcap, k_scale, v_scale),
         ),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.ops import paged_decode, paged_prefill
 from engine.ops.paged_decode import DecodeScratch
-from engine.ops.plan_decode import DecodePlan, PlanLimits, plan_decode
+from engine.ops.plan_decode import ITEM_FIELDS, DecodePlan, PlanLimits, plan_decode, reference
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NAN_BYTE = {4: 0xFF, 2: 0xFF, 1: 0x7F}  # by item size: a number of such bytes is NaN
@@ -137,6 +137,11 @@ def nan_output(q: Tensor) -> Tensor:
     return torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
 
 
+def garbage(like: Tensor) -> Tensor:
+    """Any integers."""
+    return torch.randint_like(like, -(1 << 31), 1 << 31)
+
+
 NEVER_SPLIT = 1 << 20  # an item costs more than any row
 
 
@@ -171,6 +176,17 @@ class Decoder:
     def plan_work(self, window: int | None) -> None:
         plan_decode(self.plan, self.seq_lens, self.rows, window)
 
+    def plan_first(self, count: int) -> None:
+        """The list of the first `count` rows alone, from a launch for all; what lies behind it is garbage."""
+        self.plan.batch = len(self.context.lens)
+        self.plan.items.copy_(garbage(self.plan.items))
+        items = np.zeros((0, len(ITEM_FIELDS)), np.int32)
+        if count:
+            lens, rows = np.array(self.context.lens[:count], np.int32), self.rows[:count].cpu()
+            items = reference(lens, rows.numpy(), None, self.plan.limits)
+        self.plan.items[: len(items)] = torch.from_numpy(items).to(self.rows.device)
+        self.plan.num_items.fill_(len(items))
+
     def attend_planned(self) -> None:
         heads, context = self.context.heads, self.context
         run = paged_decode.launch if not self.q.is_cuda else paged_decode.paged_decode
@@ -195,13 +211,22 @@ class Decoder:
 
 
 def prefill(
-    context: Context, q: Tensor, q_lens: list[int], out: Tensor, arch: str, window: int | None
+    context: Context,
+    q: Tensor,
+    q_lens: list[int],
+    out: Tensor,
+    arch: str,
+    window: int | None,
+    is_counted: bool = False,
 ) -> None:
-    """Run the prefill kernel on chunks that end the context's rows; q may have more tokens."""
+    """Run the prefill kernel on chunks that end the context's rows; q may have more tokens. Behind the work
+    items lie two without queries, or garbage if the kernel is told their number."""
     heads, device = context.heads, q.device
     size = paged_prefill.queries_per_item(heads.head_dim, heads.group, arch)
     items = paged_prefill.work_items(q_lens, context.lens, size)
-    work = torch.from_numpy(np.concatenate([items, np.zeros((2, 4), np.int32)])).to(device)
+    spare = torch.zeros((2, 4), dtype=torch.int32)
+    work = torch.cat([torch.from_numpy(items), garbage(spare) if is_counted else spare]).to(device)
+    num_items = torch.tensor([len(items)], dtype=torch.int32, device=device)
     starts = np.cumsum([0, *q_lens])[:-1].astype(np.int32)
     paged_prefill.launch(
         q,
@@ -216,6 +241,7 @@ def prefill(
         window,
         heads.softcap,
         *heads.kv_scales,
+        num_items if is_counted else None,
     )
 
 

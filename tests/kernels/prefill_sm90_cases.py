@@ -28,6 +28,7 @@ class Case:
     window: int | None
     softcap: float
     tiling: Tiling
+    num_items: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +63,17 @@ class Case:
             self.window,
             self.softcap,
             tiling=self.tiling,
+            num_items=self.num_items,
         )
+
+    def counted(self, capacity: int) -> "Case":
+        """The same in a list of `capacity` items: garbage behind those that count."""
+        items = self.work[self.work[:, 2] > 0]
+        work = torch.randint(-(1 << 31), 1 << 31, (capacity, 4), dtype=torch.int32)
+        work[: len(items)] = items
+        num_items = torch.tensor([len(items)], dtype=torch.int32)
+        device = self.work.device
+        return replace(self, work=work.to(device), num_items=num_items.to(device))
 
     def tiled(self, tiling: Tiling) -> "Case":
         """The same chunks, cut into other items, with as much padding."""

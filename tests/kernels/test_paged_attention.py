@@ -75,6 +75,49 @@ def test_decode(heads: Heads, window: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    "heads", [Heads(128, 4, 1), Heads(256, 2, 1, block_size=32), Heads(64, 20, 1)], ids=str
+)
+def test_a_block_of_decode_takes_several_items(heads: Heads) -> None:
+    """The same bits as with a block for each item, twice: arrivals must be zero again."""
+    context = make_context(heads, [1, 300, 17, 0, 520, 64, 33, 270, 5])
+    few, many = (Decoder(context, limits_of(heads, slots, is_fixed=True)) for slots in (2, 200))
+    for decoder in (few, many):
+        launch_plan(decoder, None)
+    many.q = few.q
+    many.attend_planned()
+    assert (few.plan.items[:, 4] >= 0).any(), "no row was split"
+    for _ in range(2):
+        few.out.fill_(torch.nan)
+        few.attend_planned()
+        few.check()
+        assert torch.equal(few.out.view(torch.int16), many.out.view(torch.int16))
+
+
+def test_decode_of_fewer_rows_than_the_launch_is_for() -> None:
+    decoder = Decoder(make_context(Heads(128, 4, 1), LENS), limits_of(Heads(128, 4, 1), slots=4))
+    for count in (0, 2, 5):
+        decoder.plan_first(count)
+        decoder.out.fill_(torch.nan)
+        decoder.attend_planned()
+        assert decoder.out[count:].isnan().all(), "rows without items were written"
+        assert decoder.out[:count].isfinite().all()
+    decoder.check()
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_the_definition_writes_only_rows_that_have_items(count: int) -> None:
+    decoder = Decoder(make_context(Heads(128, 4, 1), LENS), limits_of(Heads(128, 4, 1), slots=4))
+    decoder.plan_first(count)
+    shared = (context := decoder.context).k_cache, context.v_cache, context.block_table
+    scale = context.heads.scale
+    paged_decode.paged_decode(decoder.q, *shared, decoder.plan, decoder.scratch, scale, decoder.out)
+    assert decoder.out[count:].isnan().all()
+    for row in range(count):
+        want = context.expected(row, decoder.q[row : row + 1], None)
+        torch.testing.assert_close(decoder.out[row : row + 1].float(), want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
     ("heads", "window"),
     [
         (Heads(128, 4, 1), None),
@@ -93,6 +136,33 @@ def test_prefill(heads: Heads, window: int | None) -> None:
     out = nan_output(q)
     prefill(context, q, q_lens, out, "sm_90a", window)
     check_prefill(context, q, q_lens, out, window)
+    counted = nan_output(q)
+    prefill(context, q, q_lens, counted, "sm_90a", window, is_counted=True)
+    assert torch.equal(counted.view(torch.int16), out.view(torch.int16))
+
+
+def test_prefill_of_no_items_writes_nothing() -> None:
+    heads = Heads(128, 4, 1)
+    context = make_context(heads, [30])
+    q = make_queries(heads, 5, "cpu")
+    out = nan_output(q)
+    prefill(context, q, [0], out, "sm_90a", None, is_counted=True)
+    assert out.isnan().all()
+
+
+def test_the_definition_of_prefill_counts_items() -> None:
+    heads = Heads(128, 4, 1)
+    context = make_context(heads, [5, 30])
+    q = make_queries(heads, 8, "cpu")
+    work = torch.tensor([[1, 0, 3, 30], [0, 0, 5, 5]], dtype=torch.int32)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    for count, written in ((0, []), (1, [5, 6, 7]), (2, list(range(8)))):
+        out = nan_output(q)
+        paged_prefill.paged_prefill(
+            q, context.k_cache, context.v_cache, context.block_table, context.rows, work, starts,
+            heads.scale, out, num_items=torch.tensor([count], dtype=torch.int32),
+        )  # fmt: skip
+        assert out.isfinite().all(-1).all(-1).nonzero().flatten().tolist() == written
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])

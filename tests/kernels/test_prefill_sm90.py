@@ -58,6 +58,24 @@ def test_prefill_sm90(
     assert_close(out, case)
 
 
+@pytest.mark.parametrize("num_sms", [1, 3, 40])
+def test_items_behind_the_number_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, num_sms: int
+) -> None:
+    """Fewer items than blocks, and more. None at all: every wait ends, and nothing is written."""
+    monkeypatch.setattr(op, "num_sms", lambda device: num_sms)
+    case = make_case(64, 64, BF16, 2, 1, [(150, 150), (1, 77), (20, 20)])
+    want, got = case.nan_output(), case.nan_output()
+    case.run(want)
+    counted = case.counted(capacity=9)
+    counted.run(got)
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    counted.num_items.zero_()
+    got = case.nan_output()
+    counted.run(got)
+    assert got.isnan().all()
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_heads_of_64_get_the_same_bits_with_each_tiling(
     monkeypatch: pytest.MonkeyPatch, window: int | None
@@ -161,9 +179,9 @@ def test_a_step_takes_the_tiling_that_its_plan_chose(
     monkeypatch.setattr(paged, "plan_limits", lambda *_: limits_of(Heads(64, 2, 1), 4))
     kernel = op.paged_prefill_sm90
 
-    def record(*args: object, tiling: op.Tiling) -> None:
+    def record(*args: object, tiling: op.Tiling, **counts: object) -> None:
         launched.append(tiling.queries)
-        kernel(*args, tiling=tiling)  # type: ignore[arg-type]
+        kernel(*args, tiling=tiling, **counts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(op, "paged_prefill_sm90", record)
     case = make_case(64, 64, BF16, 4, 2, [(130, 300), (5, 70), (220, 220)], padding=0)
