@@ -30,6 +30,7 @@ from engine.ops.plan_decode import MAX_BATCH
 from engine.ops.sample_cuda import MAX_VOCAB
 from engine.plan import PromptSpan, RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks
+from engine.runner.chunk_graphs import ChunkGraphs, most_graph_tokens, token_sizes
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.graphs import DecodeGraphs, graph_sizes
@@ -141,7 +142,7 @@ def build_gpu_runner(
         total - free_before,
         weights,
         activations,
-        graphs=graph_reserve(config, model_config, resolved),
+        graphs=graph_reserve(config, model_config, resolved, weights),
         sampling_tables=tables,
     )
     decide_num_blocks(resolved, config, model_config, gpu_bytes=memory.for_cache(config))
@@ -150,6 +151,7 @@ def build_gpu_runner(
     less_cache = "lower --gpu-memory-utilization or --num-blocks, or free the GPU"
     with memory_for("setting up the KV cache", less_cache, device):
         runner = make_runner(model_config, model, resolved, resolved.num_blocks)
+        runner.token_sizes = chunk_sizes(resolved, weights)  # without graphs, too: the same numbers
         warm_up(runner, resolved)
     if not config.enforce_eager:
         no_graphs = "lower --gpu-memory-utilization or --max-num-seqs, or pass --enforce-eager"
@@ -162,17 +164,25 @@ def build_gpu_runner(
     return runner, memory
 
 
-def graph_reserve(config: EngineConfig, model_config: ModelConfig, resolved: Resolved) -> int:
-    """Bytes to keep for CUDA graphs when the KV cache is sized."""
+def chunk_sizes(resolved: Resolved, weights: int) -> list[int]:
+    """Numbers of tokens that steps with prompt chunks are padded to. `weights`: their bytes."""
+    num_weights = weights // resolved.dtype.itemsize
+    return token_sizes(most_graph_tokens(resolved.max_num_batched_tokens, num_weights))
+
+
+def graph_reserve(
+    config: EngineConfig, model_config: ModelConfig, resolved: Resolved, weights: int
+) -> int:
+    """Bytes to keep for CUDA graphs when the KV cache is sized. `weights`: their bytes."""
     if config.enforce_eager:
         return 0
-    rows = resolved.max_num_seqs
+    rows, sizes = resolved.max_num_seqs, chunk_sizes(resolved, weights)
     return estimate_graphs(
         model_config,
         resolved.dtype,
         max_seqs=rows,
-        graph_tokens=rows,
-        num_graphs=len(graph_sizes(rows)),
+        graph_tokens=max(rows, sizes[-1]),
+        num_graphs=len(graph_sizes(rows)) + len(sizes),
     )
 
 
@@ -183,11 +193,22 @@ def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) 
     sampler = runner.sampler
     assert isinstance(attention, PagedAttention | PagedAttentionF32)
     assert isinstance(sampler, DeviceSampler)
+    assert runner.device_inputs is not None
     graphs = DecodeGraphs(
         runner.model, attention, sampler, runner.table, resolved.max_num_seqs, resolved.device
     )
-    graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction, what))
+    graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction / 2, what))
     runner.graphs = graphs
+    chunk_graphs = ChunkGraphs(
+        runner.model,
+        attention,
+        runner.device_inputs,
+        runner.table,
+        runner.token_sizes,
+        resolved.dtype,
+    )
+    chunk_graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, (1 + fraction) / 2, what))
+    runner.chunk_graphs = chunk_graphs
     return before - torch.cuda.mem_get_info(resolved.device)[0]
 
 
@@ -208,7 +229,7 @@ def make_runner(
     )
     attention: PagedAttention | PagedAttentionF32
     if resolved.dtype is torch.float32:
-        attention = PagedAttentionF32(kv, device)
+        attention = PagedAttentionF32(kv, model.attention_specs[0].num_heads, device)
     else:
         attention = PagedAttention(
             kv, distinct(model.attention_specs), max_rows, resolved.max_model_len, device

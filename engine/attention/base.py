@@ -32,7 +32,7 @@ class StepInputs:
     num_decodes: int  # the first num_decodes rows have one token each
     query_start: list[int]  # [B + 1] first token of each row, then the end
     seq_lens: list[int]  # [B] tokens with KV once this step has run
-    block_ids: npt.NDArray[np.int32]  # [B, max_blocks] as block_table
+    block_ids: npt.NDArray[np.int32]  # [B, max_blocks] as block_table; empty on a GPU
     # for kernels. With rows_device, block_table is the whole table [num_rows, max_blocks], and row i of
     # the batch is its row rows_device[i]:
     rows_device: Tensor | None = None  # int32 [B]
@@ -167,9 +167,21 @@ class AttentionBackend(Protocol):
 
 
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose decode steps can be captured in CUDA graphs."""
+    """A backend whose steps can be captured in CUDA graphs."""
 
     def plan_on_device(self, seq_lens: Tensor, rows: Tensor, batch: int) -> None:
         """Plan a decode step from int32 device tensors [batch or more]: tokens and block table row of
         each row of the batch. What the tensors hold at a replay counts. Rows of padding may have any
         blocks that exist."""
+
+    def allocate_chunks(self, max_tokens: int, dtype: torch.dtype) -> None:
+        """Memory of captured steps with prompt chunks, of `max_tokens` of `dtype` at most; once, before
+        the first."""
+
+    def capture_chunks(self, num_tokens: int) -> None:
+        """Until the next plan, `attend` does what a captured step of `num_tokens` tokens, padding included,
+        has to do, whatever its rows and chunks will be. Its results, [num_tokens, num_heads * head_dim], are
+        at the same place for all layers and all steps."""
+
+    def plan_chunks(self, inputs: StepInputs) -> None:
+        """Plan the replay of a captured step of as many tokens as `inputs` has: in place of `plan`."""

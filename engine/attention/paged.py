@@ -2,13 +2,14 @@
 
     tokens     d0 d1 d2 ... dn   p p p p p p p   p p p p ...      decode rows first, one token each
     kernel     paged_decode      paged_prefill or its Hopper version
-    work list  made on the       made on the host with the plan, as steps with chunks are never
-               device            captured in a CUDA graph
+    work list  made on the       made on the host
+               device
 
 In steps without chunks, paged_decode also does what rope_and_cache does ahead of it in others.
 
 Work lists are made once per step and read by every layer. The decode list lives in static buffers, so
-that a captured step can make a new one at each replay (`plan_on_device`).
+that a captured decode step can make a new one at each replay (`plan_on_device`). In captured steps with
+chunks the list of chunks does, too (`plan_chunks`), and the kernels read how long the lists are.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from functools import partial
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,25 +28,24 @@ from engine.attention.base import (
     NewTokens,
     StepInputs,
 )
+from engine.attention.captured_chunks import CapturedChunks, Int32Array, upload
 from engine.ops import jit, paged_prefill_sm90
 from engine.ops.paged_decode import DecodeScratch, paged_decode, plan_limits
 from engine.ops.paged_prefill import paged_prefill, queries_per_item, work_items
+from engine.ops.paged_prefill_sm90 import Tiling
 from engine.ops.plan_decode import DecodePlan, plan_decode
 from engine.ops.rotated_decode import rotated_decode
-
-# Shorter chunks leave most of the Hopper kernel's rows of one head empty; the other packs heads.
-MIN_HOPPER_QUERIES = 64
 
 
 @dataclass(slots=True)
 class PrefillPlan:
     """Chunks of a step, on the device. Row i of them is batch row num_decodes + i."""
 
+    kernel: Callable[..., None]  # paged_prefill, or paged_prefill_sm90 with a tiling
     rows: Tensor  # int32 [rows] of the block table
     q_start: Tensor  # int32 [rows]
-    work: list[
-        tuple[Callable[..., None], Tensor]
-    ]  # kernels to launch, and the int32 [items, 4] of each
+    work: Tensor  # int32 [items, 4]
+    num_items: Tensor | None = None  # int32 [1] items that count; None: all
 
 
 class PagedAttention(GraphAttention):
@@ -91,18 +90,21 @@ class PagedAttention(GraphAttention):
         self.scratch = DecodeScratch.allocate(
             limits, max_batch, spec.num_heads, spec.head_dim, device
         )
-        self.min_hopper_queries = 1 << 30  # never
-        self.hopper_tilings: tuple[paged_prefill_sm90.Tiling, ...] = ()
+        self.max_batch = max_batch
+        self.captured: CapturedChunks | None = None
+        self.captured_tilings: dict[
+            int, tuple[Tiling, ...]
+        ] = {}  # one, or none, by number of tokens
+        self.hopper_tilings: tuple[Tiling, ...] = ()
         self.kernels = "paged_decode, paged_prefill"
         if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
-            self.min_hopper_queries = 1 if deterministic else MIN_HOPPER_QUERIES
             capped = {s.softcap > 0 for s in specs}
             self.hopper_tilings = paged_prefill_sm90.tilings(spec.head_dim, any(capped))
             for tiling, softcap in product(self.hopper_tilings, capped):  # ahead of the first need
                 paged_prefill_sm90.load(
                     tiling, spec.head_dim, kv_dtype, kv.block_size, softcap, device.index
                 )
-            self.kernels += f", from {self.min_hopper_queries} tokens on paged_prefill_sm90"
+            self.kernels = "paged_decode, paged_prefill_sm90"
         elif arch == "sm_90a":
             self.kernels += (
                 f" (paged_prefill_sm90 takes no head size {spec.head_dim} over a cache of {kv_dtype} "
@@ -111,6 +113,7 @@ class PagedAttention(GraphAttention):
         self.num_decodes = 0
         self.num_tokens = 0  # without padding
         self.prefill: PrefillPlan | None = None
+        self.out: Tensor | None = None  # of a captured step with chunks
 
     def plan(self, inputs: StepInputs, specs: list[AttentionSpec]) -> None:
         """Work lists of an eager step; one small copy to the device if it has chunks."""
@@ -123,48 +126,83 @@ class PagedAttention(GraphAttention):
         if decodes:
             self.plan_on_device(seq_lens, rows, decodes)
         self.num_decodes, self.num_tokens = decodes, inputs.query_start[-1]
-        self.prefill = None
+        self.prefill = self.out = None
         if decodes < batch:
-            starts = np.array(inputs.query_start[decodes:], np.int32)
-            kv_lens = np.array(inputs.seq_lens[decodes:], np.int32)
-            self.prefill = self.plan_prefill(rows[decodes:], starts, kv_lens)
+            starts, q_lens, kv_lens = chunks(inputs)
+            kernel, items = self.work_of(q_lens, kv_lens, self.hopper_tilings)
+            q_start, work = upload([starts, items], self.device)
+            self.prefill = PrefillPlan(kernel, rows[decodes:], q_start, work)
 
-    def plan_prefill(
-        self, rows: Tensor, starts: npt.NDArray[np.int32], kv_lens: npt.NDArray[np.int32]
-    ) -> PrefillPlan:
-        """starts: first token of each chunk, then the end. Long chunks go to the Hopper kernel, all with
-        the tiling that suits them best together: results do not depend on it."""
-        q_lens = np.diff(starts)
-        is_long = q_lens >= self.min_hopper_queries
-        kernels: list[Callable[..., None]] = []
-        items = []
-        # a chunk that the other kernel takes has no queries, hence no items
-        if is_long.any():
-            tiling, long = paged_prefill_sm90.plan_items(
-                self.hopper_tilings,
-                np.where(is_long, q_lens, 0),
-                kv_lens,
-                self.num_heads,
-                paged_prefill_sm90.num_sms(self.device.index),
-            )
-            kernels.append(partial(paged_prefill_sm90.paged_prefill_sm90, tiling=tiling))
-            items.append(long)
-        if not is_long.all():
-            kernels.append(paged_prefill)
-            items.append(work_items(np.where(is_long, 0, q_lens), kv_lens, self.queries_per_item))
-        q_start, *work = upload([starts[:-1], *items], self.device)
-        return PrefillPlan(rows, q_start, list(zip(kernels, work, strict=True)))
+    def work_of(
+        self, q_lens: Int32Array, kv_lens: Int32Array, tilings: Sequence[Tiling]
+    ) -> tuple[Callable[..., None], Int32Array]:
+        """The kernel for these chunks, and its items: the Hopper kernel with the tiling that suits them
+        best (results do not depend on it), or without tilings the one for every card."""
+        if not tilings:
+            return paged_prefill, work_items(q_lens, kv_lens, self.queries_per_item)
+        num_sms = paged_prefill_sm90.num_sms(self.device.index)
+        tiling, items = paged_prefill_sm90.plan_items(
+            tilings, q_lens, kv_lens, self.num_heads, num_sms
+        )
+        return partial(paged_prefill_sm90.paged_prefill_sm90, tiling=tiling), items
 
     def plan_on_device(self, seq_lens: Tensor, rows: Tensor, batch: int) -> None:
         """See GraphAttention. A captured plan is made anew at each replay."""
         for window, plan in self.decode_plans.items():
             plan_decode(plan, seq_lens[:batch], rows[:batch], window)
         self.num_decodes = self.num_tokens = batch
-        self.prefill = None
+        self.prefill = self.out = None
+
+    def allocate_chunks(self, max_tokens: int, dtype: torch.dtype) -> None:
+        """See GraphAttention."""
+        shape = (max_tokens, self.num_heads, self.kv.k[0].shape[3])
+        out = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.captured = CapturedChunks(self.max_batch, self.most_items(max_tokens), out)
+
+    def most_items(self, num_tokens: int) -> int:
+        """Work items of the chunks of a step, each of which may leave one item incomplete."""
+        sizes = [tiling.queries for tiling in self.hopper_tilings] or [self.queries_per_item]
+        return -(-num_tokens // min(sizes)) + min(self.max_batch, num_tokens)
+
+    def capture_chunks(self, num_tokens: int) -> None:
+        """See GraphAttention. Of Hopper's tilings it takes the best for a single prompt."""
+        assert self.captured is not None
+        self.num_decodes, self.num_tokens = min(self.max_batch, num_tokens), num_tokens
+        for plan in self.decode_plans.values():
+            plan.batch = self.num_decodes
+        whole = np.array([num_tokens], np.int32)
+        tilings = self.hopper_tilings
+        if tilings:
+            num_sms = paged_prefill_sm90.num_sms(self.device.index)
+            tilings = paged_prefill_sm90.plan_items(tilings, whole, whole, self.num_heads, num_sms)[
+                :1
+            ]
+        self.captured_tilings[num_tokens] = tilings
+        kernel, _ = self.work_of(whole, whole, tilings)
+        static = self.captured
+        work = static.work[: self.most_items(num_tokens)]
+        self.prefill = PrefillPlan(kernel, static.rows, static.q_start, work, static.num_items)
+        self.out = static.out[:num_tokens]
+        self.out.fill_(0.0)  # by a kernel: others start early behind kernels only
+
+    def plan_chunks(self, inputs: StepInputs) -> None:
+        """See GraphAttention."""
+        decodes = inputs.num_decodes
+        assert self.captured is not None
+        assert inputs.rows_device is not None
+        assert inputs.seq_lens_device is not None
+        if decodes:
+            self.plan_on_device(inputs.seq_lens_device, inputs.rows_device, decodes)
+        else:
+            for plan in self.decode_plans.values():
+                plan.num_items.zero_()
+        starts, q_lens, kv_lens = chunks(inputs)
+        _, items = self.work_of(q_lens, kv_lens, self.captured_tilings[len(inputs.input_ids)])
+        self.captured.fill(inputs.rows[decodes:], starts, items)
 
     def attend(self, layer: int, q: Tensor, spec: AttentionSpec, inputs: StepInputs) -> Tensor:
         """See AttentionBackend.attend. Under capture, what it reads from the host is the batch size."""
-        out = q.new_empty(*q.shape)
+        out = self.out if self.out is not None else q.new_empty(*q.shape)
         k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
         k_scale, v_scale = self.kv.scales_of(layer)
         if self.num_decodes:
@@ -225,32 +263,25 @@ class PagedAttention(GraphAttention):
         block_table: Tensor,
         out: Tensor,
     ) -> None:
-        for kernel, work in plan.work:
-            kernel(
-                q,
-                self.kv.k[layer],
-                self.kv.v[layer],
-                block_table,
-                plan.rows,
-                work,
-                plan.q_start,
-                spec.scale,
-                out,
-                spec.sliding_window,
-                spec.softcap,
-                *self.kv.scales_of(layer),
-            )
+        plan.kernel(
+            q,
+            self.kv.k[layer],
+            self.kv.v[layer],
+            block_table,
+            plan.rows,
+            plan.work,
+            plan.q_start,
+            spec.scale,
+            out,
+            spec.sliding_window,
+            spec.softcap,
+            *self.kv.scales_of(layer),
+            num_items=plan.num_items,
+        )
 
 
-def upload(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """int32 arrays on the device, in one asynchronous copy. torch's pinned memory is reused only once
-    the copy is done."""
-    aligned = [-(-array.size // 4) * 4 for array in arrays]  # 16 bytes, for vector loads
-    host = torch.empty(sum(aligned), dtype=torch.int32, pin_memory=True)
-    values = host.numpy()
-    for array, piece in zip(arrays, np.split(values, np.cumsum(aligned)[:-1]), strict=True):
-        piece[: array.size] = array.reshape(-1)
-    pieces = host.to(device, non_blocking=True).split(aligned)
-    return [
-        piece[: array.size].view(array.shape) for array, piece in zip(arrays, pieces, strict=True)
-    ]
+def chunks(inputs: StepInputs) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Of each chunk of a step: its first token, its queries, the tokens of its row with KV."""
+    starts = np.array(inputs.query_start[inputs.num_decodes :], np.int32)
+    kv_lens = np.array(inputs.seq_lens[inputs.num_decodes :], np.int32)
+    return starts[:-1], np.diff(starts), kv_lens

@@ -25,5 +25,15 @@ class Model(Protocol):
         the others need is not computed.
         """
 
+    def attend_all(self, inputs: StepInputs, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """The first part of `forward`: what all tokens of a step need, whoever samples.
+
+        Writes the KV cache; returns hidden states [T, hidden_size] in front of the last layer, and its
+        attention [T, num_heads * head_dim].
+        """
+
+    def finish(self, hidden: Tensor, attended: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """The rest of `forward`, from the results of `attend_all`. Without `wanted` it changes `hidden`."""
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU. On a GPU in `out`, if given."""

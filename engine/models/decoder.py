@@ -210,6 +210,22 @@ class Decoder:
         self, inputs: StepInputs, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor:
         """See engine/models/base.py."""
+        if wanted is None or len(wanted):
+            return self.finish(*self.attend_all(inputs, attention), wanted)
+        hidden, new = self.to_last_layer(inputs, attention)
+        last = self.layers[-1]
+        rotate_and_store(attention.kv, last.index, new, last.attention_spec, inputs)
+        return hidden[:0]
+
+    def attend_all(self, inputs: StepInputs, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """See engine/models/base.py."""
+        hidden, new = self.to_last_layer(inputs, attention)
+        return hidden, self.layers[-1].attend(new, inputs, attention)
+
+    def to_last_layer(
+        self, inputs: StepInputs, attention: AttentionBackend
+    ) -> tuple[Tensor, NewTokens]:
+        """Hidden states in front of the last layer, and what its attention gets."""
         assert self.embedding.table is not None, "the embedding has no weights yet"
         hidden, angles = embed_tokens(
             inputs.input_ids, inputs.positions, self.embedding.table, self.rotary.table
@@ -218,14 +234,13 @@ class Decoder:
         *others, last = self.layers
         for layer in others:
             layer(hidden, rotation, inputs, attention)
-        new = last.project(hidden, rotation)
-        if wanted is not None and len(wanted) == 0:
-            rotate_and_store(attention.kv, last.index, new, last.attention_spec, inputs)
-            return hidden[:0]
-        attended = last.attend(new, inputs, attention)
+        return hidden, last.project(hidden, rotation)
+
+    def finish(self, hidden: Tensor, attended: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """See engine/models/base.py."""
         if wanted is not None:
             hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
-        last.add_rest(hidden, attended)
+        self.layers[-1].add_rest(hidden, attended)
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

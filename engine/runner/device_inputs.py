@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.attention.base import StepInputs
 from engine.ops.prepare_inputs import TokenInputs, prepare_inputs
@@ -23,10 +24,20 @@ class DeviceInputs:
         self.device = device
         self.staging = Staging(8 * wide + 4 * narrow + 1024, device)
 
-    def make(self, plan: StepPlan, table: RequestTable, block_size: int) -> StepInputs:
-        """Device inputs of `plan`; also brings the device's block table up to date."""
+    def tokens(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where `make` puts ids, positions and slots of a step of `size` tokens, an even number: in front."""
+        assert size % 2 == 0, "each would start at a multiple of 16 bytes, not where the last ends"
+        ids, positions, slots = (
+            self.staging.device_buffer[: 24 * size].view(torch.int64).view(3, -1)
+        )
+        return ids, positions, slots
+
+    def make(
+        self, plan: StepPlan, table: RequestTable, block_size: int, min_tokens: int = 1
+    ) -> StepInputs:
+        """Device inputs of `plan`, padded to `min_tokens`; brings the device's block table up to date, too."""
         decodes = plan.num_decodes
-        tokens = self.host_tokens(plan, table, block_size)
+        tokens = self.host_tokens(plan, table, block_size, min_tokens)
         seq_lens = plan.num_computed + plan.num_tokens
         decode_rows = plan.rows[:decodes].astype(np.int64)
         updates = table_updates(plan)
@@ -65,7 +76,9 @@ class DeviceInputs:
             seq_lens_device=lens,
         )
 
-    def host_tokens(self, plan: StepPlan, table: RequestTable, block_size: int) -> TokenInputs:
+    def host_tokens(
+        self, plan: StepPlan, table: RequestTable, block_size: int, min_tokens: int
+    ) -> TokenInputs:
         """All but the ids of decode rows, which only the device knows."""
         unknown = torch.zeros(len(table.last_token), dtype=torch.int64)
         return prepare_inputs(
@@ -78,6 +91,6 @@ class DeviceInputs:
             table.block_ids,
             unknown,
             block_size,
-            min_tokens=1,
+            min_tokens=min_tokens,
             min_logits=1,
         )

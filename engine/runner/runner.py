@@ -13,9 +13,10 @@ from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
 from engine.models.base import Model
 from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
+from engine.runner.chunk_graphs import ChunkGraphs, padded_tokens
 from engine.runner.constraints import RowConstraints
 from engine.runner.device_inputs import DeviceInputs
-from engine.runner.device_sampler import DeviceSampler
+from engine.runner.device_sampler import DeviceSampler, spread_masks
 from engine.runner.graphs import DecodeGraphs, GraphStep
 from engine.runner.host_blocks import HostBlocks
 from engine.runner.prompt_logprobs import PromptOutput, score_prompts
@@ -81,6 +82,8 @@ class ModelRunner:
         self.device_inputs = device_inputs
         self.graphs = graphs
         self.host_blocks: HostBlocks | None = None  # with --swap-space
+        self.token_sizes: list[int] = []  # that steps with chunks are padded to
+        self.chunk_graphs: ChunkGraphs | None = None
         self.specs = distinct(model.attention_specs)
         self.constraints = RowConstraints(sampler.table.vocab_size, sampler.table.eos_token_ids)
 
@@ -123,7 +126,8 @@ class ModelRunner:
             return
         rows = sampling_rows(held.plan)
         constrained = self.constraints.among(rows)
-        masks = torch.from_numpy(self.constraints.masks(constrained, len(rows)))
+        places, given = self.constraints.masks(constrained)
+        masks = spread_masks(places, given, len(rows), held.logits.device)
         done = self.to_host(self.sample(held.plan, held.logits, masks), held.prompt)
         handle.sample, handle.done, handle.prompt = done.sample, done.done, done.prompt
         handle.advance = partial(self.constraints.advance, constrained)
@@ -142,24 +146,34 @@ class ModelRunner:
         return on_host
 
     def forward(self, plan: StepPlan) -> tuple[Tensor | None, PromptOutput | None]:
-        """One eager pass.
+        """One pass, but for a captured decode step.
 
         Returns logits [num_sampled, vocab_size] of the rows that sample, None if none does, and the
         log-probabilities of prompt tokens, None if nobody wants them.
         """
-        inputs = self.step_inputs(plan)
-        self.attention.plan(inputs, self.specs)
-        takes_all = plan.is_decode or bool(plan.prompt_spans)
-        wanted = None if takes_all else inputs.logits_indices
-        hidden = self.model.forward(inputs, self.attention, wanted)
+        hidden, indices = self.hidden_states(plan)
         prompt: PromptOutput | None = None
         if plan.prompt_spans:
             prompt = score_prompts(hidden, plan.prompt_spans, self.model, self.sampler)
-            hidden = hidden.index_select(0, inputs.logits_indices)
+            hidden = hidden.index_select(0, indices)
         num_sampled = plan.batch_size if plan.is_decode else int(plan.samples.sum())
         if num_sampled == 0:
             return None, prompt
         return self.model.logits(hidden)[:num_sampled], prompt
+
+    def hidden_states(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Of the tokens that logits are wanted of, or of all if prompts are scored; and which the former are."""
+        inputs = self.step_inputs(plan)
+        takes_all = plan.is_decode or bool(plan.prompt_spans)
+        wanted = None if takes_all else inputs.logits_indices
+        graphs = self.chunk_graphs
+        if graphs is None or plan.is_decode or not graphs.can_run(len(inputs.input_ids)):
+            self.attention.plan(inputs, self.specs)
+            return self.model.forward(inputs, self.attention, wanted), inputs.logits_indices
+        hidden, attended = graphs.run(inputs)
+        if wanted is not None and len(wanted) == 0:
+            return hidden[:0], wanted
+        return self.model.finish(hidden, attended, wanted), inputs.logits_indices
 
     def sample(self, plan: StepPlan, logits: Tensor, masks: Tensor | None = None) -> SampleOutput:
         rows, positions = plan.rows, (plan.num_computed + plan.num_tokens).astype(np.int64)
@@ -177,7 +191,8 @@ class ModelRunner:
         """Inputs of an eager step."""
         block_size = self.attention.kv.block_size
         if self.device_inputs is not None:
-            return self.device_inputs.make(plan, self.table, block_size)
+            size = 1 if plan.is_decode else padded_tokens(plan.total_tokens, self.token_sizes)
+            return self.device_inputs.make(plan, self.table, block_size, size)
         tokens = prepare_inputs(
             plan.rows,
             plan.num_tokens,

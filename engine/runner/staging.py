@@ -27,7 +27,8 @@ class Staging:
     def __init__(self, num_bytes: int, device: torch.device, depth: int = 3) -> None:
         self.device_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.host_buffers = [
-            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            for _ in range(depth)
         ]
         self.host_arrays = [buffer.numpy() for buffer in self.host_buffers]
         self.events = [torch.cuda.Event() for _ in range(depth)]

@@ -37,13 +37,14 @@ def predict_gpu(
     )
     r = resolve(sized, model, elsewhere=torch.device("cuda", 0), elsewhere_bytes=total)
     check_kernels_fit(model, r)
+    weights = weight_bytes(model, r.dtype)
     memory = GpuMemory(
         total,
         others,
-        weight_bytes(model, r.dtype),
+        weights,
         estimate_activations(model, r.dtype, r.max_num_batched_tokens, r.max_num_seqs),
         sampling_tables=sampling_table_bytes(model, r),
-        graphs=graph_reserve(config, model, r),
+        graphs=graph_reserve(config, model, r, weights),
         is_predicted=True,
     )
     decide_num_blocks(r, sized, model, gpu_bytes=memory.for_cache(config))

@@ -115,7 +115,7 @@ def gpu_like(model_dir, has_graphs: bool, **settings: object) -> Harness:
     old, max_batch = harness.loop.runner, 6
     table = old.sampler.table
     sampler = DeviceSampler(max_batch + 1, table.vocab_size, table.eos_token_ids, CPU)
-    attention = paged_f32.PagedAttentionF32(old.attention.kv, CPU)
+    attention = paged_f32.PagedAttentionF32(old.attention.kv, old.specs[0].num_heads, CPU)
     runner = ModelRunner(old.model, attention, sampler, old.table)
     if has_graphs:
         graphs = ReplayedBodies(old.model, attention, sampler, old.table, max_batch, CPU)

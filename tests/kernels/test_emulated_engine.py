@@ -113,8 +113,11 @@ def plan_decode_by_kernel(plan, seq_lens, rows, window) -> None:
     plan_decode.launch(plan, seq_lens, rows, window)
 
 
-def gpu_like(model_dir, dtype: torch.dtype, kv_dtype: torch.dtype) -> Sequences:
-    """A model on the CPU that attends as on a GPU."""
+def gpu_like(
+    model_dir, dtype: torch.dtype, kv_dtype: torch.dtype, captured: bool = False
+) -> Sequences:
+    """A model on the CPU that attends as on a GPU. `captured`: as captured steps with chunks do, whose
+    kernels are launched for any numbers of rows and work items."""
     config = ModelConfig.from_directory(str(model_dir))
     model = load_model(str(model_dir), config, dtype, CPU, fused=dtype.itemsize == 2)
     sequences = Sequences(model, 2, max_len=96)
@@ -125,16 +128,27 @@ def gpu_like(model_dir, dtype: torch.dtype, kv_dtype: torch.dtype) -> Sequences:
     )  # fmt: skip
     kv.k, kv.v = ([tensor.contiguous() for tensor in tensors] for tensors in (kv.k, kv.v))
     if dtype is torch.float32:
-        attention = paged_f32.PagedAttentionF32(kv, CPU)
+        attention = paged_f32.PagedAttentionF32(kv, spec.num_heads, CPU)
     else:
         attention = paged.PagedAttention(kv, distinct(model.attention_specs), 4, 96, CPU)
-    plan_chunks = attention.plan
+    plan_step = attention.plan
+    if captured:
+        attention.allocate_chunks(64, dtype)
 
     def plan(inputs, specs) -> None:
         """Leading rows of one token are decode rows."""
         counts = np.diff(inputs.query_start).tolist()
         inputs.num_decodes = next((i for i, n in enumerate(counts) if n > 1), len(counts))
-        plan_chunks(inputs, specs)
+        if not captured or inputs.num_decodes == len(counts):
+            plan_step(inputs, specs)
+            return
+        inputs.rows = np.arange(len(counts), dtype=np.int32)
+        inputs.rows_device = torch.from_numpy(inputs.rows)
+        inputs.seq_lens_device = torch.tensor(inputs.seq_lens, dtype=torch.int32)
+        size = len(inputs.input_ids)
+        attention.capture_chunks(size)
+        attention.plan_chunks(inputs)
+        attention.capture_chunks(size)  # what a replay does is what was captured
 
     attention.plan = plan
     sequences.attention = attention
@@ -174,8 +188,9 @@ def logprobs(sequences: Sequences) -> Tensor:
         (torch.float16, torch.float8_e5m2, 0.05),
     ],
 )
-def test_log_probabilities(model_dir, monkeypatch, dtype, kv_dtype, tolerance) -> None:
-    got = logprobs(gpu_like(model_dir, dtype, kv_dtype))
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_log_probabilities(model_dir, monkeypatch, dtype, kv_dtype, tolerance, captured) -> None:
+    got = logprobs(gpu_like(model_dir, dtype, kv_dtype, captured))
     monkeypatch.undo()  # the reference runs as on a CPU
     monkeypatch.setattr(naive_attention, "BLOCK_SIZE", 16)
     want = logprobs(plain(model_dir, kv_dtype))

@@ -91,7 +91,7 @@ def test_the_backend_tells_the_kernel_rows_and_positions(
     spec = AttentionSpec(4, 2, 32, 32**-0.5, window)
     stored = make_cache(spec, FP32)
     kv = KVCache([stored.k[0].contiguous()], [stored.v[0].contiguous()], stored.block_size)
-    attention = paged_f32.PagedAttentionF32(kv, torch.device("cpu"))
+    attention = paged_f32.PagedAttentionF32(kv, spec.num_heads, torch.device("cpu"))
     for lens, queries in (([40, 17, 3], [1, 1, 1]), ([30, 44], [30, 5]), ([20, 1, 33], [1, 1, 12])):
         inputs = make_inputs(lens, queries, seed=2)
         total = sum(queries)
