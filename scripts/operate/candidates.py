@@ -7,6 +7,7 @@ from typing import Any
 from scripts.operate.machine import cpu_flags
 
 BLOCK_SIZES = {"cpu": (8, 16, 32, 64, 128), "cuda": (16, 32, 64, 128)}
+MOST_GPU_SEQS = 1024  # MAX_BATCH of engine/ops/plan_decode.py
 BASELINE = "as it is"
 AGAIN = "as it is, again"
 COMBINED = "together"
@@ -56,7 +57,8 @@ def own_candidates(info: dict[str, Any], load: Load, fixed: set[str]) -> list[Ca
     values += [("block-size", size) for size in (2 * block, block // 2) if size in sizes]
     caches = limits["enable_prefix_caching"]
     values.append(("enable-prefix-caching", "false" if caches else "true"))
-    if load.may_exceed(seqs) and 2 * seqs <= budget:
+    most_seqs = budget if is_cpu else min(budget, MOST_GPU_SEQS)
+    if load.may_exceed(seqs) and 2 * seqs <= most_seqs:
         values.append(("max-num-seqs", 2 * seqs))
     if load.may_exceed(seqs // 2) and seqs > 1:
         values.append(("max-num-seqs", seqs // 2))

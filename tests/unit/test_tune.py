@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.ops.plan_decode import MAX_BATCH
 from scripts import tune
 from scripts.operate.candidates import AGAIN, BASELINE, Candidate, Load, own_candidates, parse_try
 from scripts.operate.search import LEAST_SECONDS, RUNGS, OutOfTime, Search, State, planned
@@ -170,6 +171,10 @@ def test_candidates_fit_the_machine_and_the_load() -> None:
     names = {c.name for c in own_candidates({**INFO, "limits": gpu}, Load(4), set())}
     assert {"overlap off", "block-size 128", "block-size 32"} <= names
     assert not any(name.startswith(("cpu-threads", "dtype")) for name in names)
+    for seqs, expected in ((256, {512, 128}), (512, {1024, 256}), (MAX_BATCH, {512})):
+        limits = {**gpu, "max_num_seqs": seqs, "max_num_batched_tokens": 8192}
+        flags = [c.flags for c in own_candidates({**INFO, "limits": limits}, Load(None), set())]
+        assert {int(f["max-num-seqs"]) for f in flags if "max-num-seqs" in f} == expected
 
 
 def test_values_of_the_user(tmp_path: Path) -> None:
