@@ -11,7 +11,7 @@ from engine.models.config import ModelConfig
 
 GIB = 2**30
 WORKSPACE_BYTES = GIB // 8  # see estimate_activations
-CAPTURE_WORKSPACE_BYTES = GIB // 16  # see estimate_graphs
+CAPTURE_WORKSPACE_BYTES = GIB // 8  # see estimate_graphs
 GRAPH_NODES_BYTES = 2**20
 LARGEST_AUTO_BYTES = 4 * GIB  # beyond it a CPU is too slow to fill the cache
 
@@ -167,13 +167,15 @@ def estimate_activations(
 def estimate_graphs(
     model: ModelConfig, dtype: torch.dtype, max_seqs: int, graph_tokens: int, num_graphs: int
 ) -> int:
-    """Bytes that CUDA graphs take. They have a pool of their own, and share nothing with eager steps.
+    """Bytes that CUDA graphs take, besides what eager steps do: they share no memory with these.
 
-    graph_tokens: of the largest step captured. All graphs use the same memory in turn: what lives in a
-    layer of that step, and logits of `max_seqs` rows. Besides, the stream that captures has a workspace
-    of libraries, and the driver keeps each graph's nodes (some 200 kernels) on the device.
+    Graphs of decode steps use one pool in turn, for what lives in a layer of `max_seqs` rows, and have
+    one place for logits. Those of steps with prompt chunks have another pool, for up to `graph_tokens`
+    tokens, and places for their hidden states and attention. Each kind's stream has workspaces of
+    libraries, and the driver keeps each graph's nodes (some 200 kernels) on the device.
     """
-    values = graph_tokens * layer_width(model) + max_seqs * model.vocab_size
+    values = (max_seqs + graph_tokens) * layer_width(model) + max_seqs * model.vocab_size
+    values += graph_tokens * (model.hidden_size + model.num_heads * model.head_dim)
     return values * dtype.itemsize + CAPTURE_WORKSPACE_BYTES + num_graphs * GRAPH_NODES_BYTES
 
 

@@ -115,13 +115,13 @@ class RowConstraints:
         found = ((index, self.of_row.get(row)) for index, row in enumerate(rows.tolist()))
         return [(index, constraint) for index, constraint in found if constraint is not None]
 
-    def masks(self, constrained: list[tuple[int, Constraint]], num_rows: int) -> Int32Array:
-        """int32 [num_rows, W] (engine/ops/token_masks.py) for a step's rows."""
-        masks = np.full((num_rows, num_words(self.vocab_size)), ALL, np.int32)
-        for index, constraint in constrained:
-            if constraint.end is None:
-                masks[index] = constraint.mask
-        return masks
+    def masks(self, constrained: list[tuple[int, Constraint]]) -> tuple[Int64Array, Int32Array]:
+        """Places [n] of those that go on, ascending, and their masks [n, W] (engine/ops/token_masks.py)."""
+        going_on = [(index, one.mask) for index, one in constrained if one.end is None]
+        masks = np.empty((len(going_on), num_words(self.vocab_size)), np.int32)
+        for place, (_, mask) in enumerate(going_on):
+            masks[place] = mask
+        return np.array([index for index, _ in going_on], np.int64), masks
 
     def advance(self, constrained: list[tuple[int, Constraint]], result: StepResult) -> None:
         """Take in the tokens of a step, and note in `result.ends` which rows have ended."""

@@ -33,6 +33,7 @@ from engine.ops.sample_cuda import (
     launch,
     padded,
 )
+from engine.ops.token_masks import ALL
 from engine.plan import RowInit
 from engine.runner.sampler import SampleOutput, indices
 from engine.runner.sampling_table import Needs, SamplingTable
@@ -245,11 +246,9 @@ class DeviceSampler:
         """Choose a token for each of S distinct rows: Sampler.sample, for logits on the device.
 
         `logits` are not changed, and may be bfloat16 or float16 too. `last_token` int64 [table rows]
-        takes each row's token. `masks` may be on the host.
+        takes each row's token. `masks`: on the device (`spread_masks`).
         """
         self.flush()
-        if masks is not None and not masks.is_cuda:
-            masks = staged(masks.numpy(), self.device).to(self.device, non_blocking=True)
         host = np.stack([rows, positions.astype(np.int32)])
         rows_device, positions_device = staged(host, self.device).to(self.device, non_blocking=True)
         num_rows = len(rows)
@@ -304,6 +303,21 @@ class DeviceSampler:
         if needs & Needs.MIN_TOKENS:
             entries[self.table.stop_ids[init.row]] |= np.uint16(STOPS)
         return entries
+
+
+def spread_masks(
+    places: Int64Array, masks: Int32Array, num_rows: int, device: torch.device
+) -> Tensor:
+    """int32 [num_rows, W] on the device: `masks` [n, W] at `places`, which ascend, else all is allowed.
+
+    Only the masks given are copied: of a large batch, few rows may have one, and 20 KB are a row's.
+    """
+    given = staged(masks, device).to(device, non_blocking=True)
+    if len(places) == num_rows:
+        return given
+    whole = torch.full((num_rows, masks.shape[1]), ALL, dtype=torch.int32, device=device)
+    index = staged(places, device).to(device, non_blocking=True)
+    return whole.index_copy_(0, index, given)
 
 
 def staged(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -45,7 +45,7 @@ def test_a_graph_samples_as_an_eager_step_does(model_dir, kinds, dtype):
         free = np.full((len(plain), num_words(sampler.table.vocab_size)), ALL, np.int32)
         for masks in (
             None,
-            torch.from_numpy(free),
+            torch.from_numpy(free).cuda(),
         ):  # the smallest class that does, and the largest
             want = sampler.sample(logits, rows, positions, masks).result()
             assert got.token_ids[plain].tolist() == want.token_ids.tolist()

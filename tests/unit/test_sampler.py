@@ -17,6 +17,7 @@ from engine.ops.philox import token_bits
 from engine.ops.sample import DrawParams, argmax, reference, sample
 from engine.ops.token_masks import pack, unpack
 from engine.plan import RowInit, StepResult
+from engine.runner.device_sampler import spread_masks
 from engine.runner.sampler import Sampler
 from tests.unit import sampling_oracle as oracle
 
@@ -318,6 +319,16 @@ def test_grammar_mask() -> None:
     masks[0, [8, 30]] = True
     drawn = {sample_once(torch.zeros(VOCAB), masks=pack(masks), seed=seed) for seed in range(30)}
     assert drawn == {8, 30}
+
+
+def test_masks_of_some_rows_of_a_batch() -> None:
+    given = np.arange(6, dtype=np.int32).reshape(2, 3)
+    cpu = torch.device("cpu")
+    whole = spread_masks(np.array([1, 3]), given, 5, cpu)
+    assert whole.tolist() == [[-1] * 3, [0, 1, 2], [-1] * 3, [3, 4, 5], [-1] * 3]
+    assert spread_masks(np.array([0, 1]), given, 2, cpu).tolist() == given.tolist()
+    nobody = spread_masks(np.zeros(0, np.int64), given[:0], 2, cpu)
+    assert nobody.tolist() == [[-1] * 3] * 2
 
 
 def test_masks_are_bits() -> None:
