@@ -181,13 +181,14 @@ def graph_reserve(
         model_config,
         resolved.dtype,
         max_seqs=rows,
-        graph_tokens=max(rows, sizes[-1]),
+        graph_tokens=sizes[-1],
         num_graphs=len(graph_sizes(rows)) + len(sizes),
     )
 
 
 def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) -> int:
     """Give the runner its graphs; returns the bytes that they took."""
+    torch.cuda.empty_cache()  # capturing does, and what it gives back is not the graphs'
     before = torch.cuda.mem_get_info(resolved.device)[0]
     attention = runner.attention
     sampler = runner.sampler
