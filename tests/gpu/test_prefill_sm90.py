@@ -14,6 +14,7 @@ from tests.kernels.prefill_sm90_cases import Case, assert_close, make_case
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Chunks = list[tuple[int, int]]  # (q_len, kv_len)
+Record = Callable[[Callable[[], object]], Callable[[], None]]
 
 RAGGED: Chunks = [(200, 200), (300, 1000), (1, 77), (128, 640), (257, 2049), (1, 1), (129, 129)]
 EDGES: Chunks = [(n, n) for n in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257)]
@@ -153,14 +154,8 @@ def test_shared_blocks() -> None:
     check(case)
 
 
-def test_a_graph_sees_new_data_at_replay(
-    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
-) -> None:
-    """Other lengths, blocks, rows and numbers in the same buffers; as many tokens and items."""
-    cases = [
-        make_case(128, 64, BF16, 8, 2, chunks, padding=1)
-        for chunks in ([(130, 300), (1, 777)], [(129, 900), (2, 150)])
-    ]
+def of_one_size(cases: list[Case]) -> None:
+    """Enlarge caches and block tables to those of the largest."""
     num_blocks = max(len(case.k_cache) for case in cases)
     max_blocks = max(case.block_table.shape[1] for case in cases)
     for case in cases:
@@ -172,17 +167,75 @@ def test_a_graph_sees_new_data_at_replay(
         table = torch.zeros(len(case.block_table), max_blocks, dtype=torch.int32)
         table[:, : case.block_table.shape[1]] = case.block_table
         case.block_table = table
+
+
+def copy_into(static: Case, case: Case) -> None:
+    for name, value in vars(case).items():
+        if isinstance(value, Tensor):
+            getattr(static, name).copy_(value)
+    static.q_lens, static.kv_lens = case.q_lens, case.kv_lens
+
+
+def test_a_graph_sees_new_data_at_replay(graph_replay: Record) -> None:
+    """Other lengths, blocks, rows and numbers in the same buffers; as many tokens and items."""
+    cases = [
+        make_case(128, 64, BF16, 8, 2, chunks, padding=1)
+        for chunks in ([(130, 300), (1, 777)], [(129, 900), (2, 150)])
+    ]
+    of_one_size(cases)
     static = cases[0].to("cuda")
     out = static.nan_output()
     replay = graph_replay(lambda: static.run(out))
     for case in (cases[1], cases[0]):
-        for name, value in vars(case).items():
-            if isinstance(value, Tensor):
-                getattr(static, name).copy_(value)
-        static.q_lens, static.kv_lens = case.q_lens, case.kv_lens
+        copy_into(static, case)
         out.fill_(float("nan"))
         replay()
         assert_close(out, static)
+
+
+@each_tiling
+def test_a_graph_sees_other_numbers_of_items_at_replay(
+    head_dim: int, tiling: op.Tiling, graph_replay: Record
+) -> None:
+    """Fewer items than blocks, more, and none, with garbage behind them in the list: the bits of a list of
+    their own."""
+    num_tokens, capacity, num_heads = 1400, 16, 28
+    chunks: list[Chunks] = [
+        [(1300, 2000), (1, 777)],  # 12 items or 8, of each head
+        [(1, 900), (2, 150)],
+        [(130, 300), (700, 700)],
+    ]
+    cases = [
+        make_case(
+            head_dim,
+            64,
+            BF16,
+            num_heads,
+            4,
+            these,
+            padding=num_tokens - sum(q for q, _ in these),
+            tiling=tiling,
+        )
+        for these in chunks
+    ]
+    of_one_size(cases)
+    counted = [case.counted(capacity) for case in cases]
+    static = counted[1].to("cuda")
+    out, want = static.nan_output(), static.nan_output()
+    replay = graph_replay(lambda: static.run(out))
+    for i in (0, 1, 0, 2, 1):
+        copy_into(static, counted[i])
+        out.fill_(float("nan"))
+        replay()
+        assert_close(out, static)
+        want.fill_(float("nan"))
+        num_items = int(counted[i].num_items)
+        replace(static, work=static.work[:num_items].clone(), num_items=None).run(want)
+        assert_same_bits(out, want)
+        static.num_items.zero_()
+        out.fill_(float("nan"))
+        replay()
+        assert out.isnan().all()
 
 
 def test_unsupported_shapes_are_refused_with_a_remedy() -> None:

@@ -138,8 +138,8 @@ def nan_output(q: Tensor) -> Tensor:
 
 
 def garbage(like: Tensor) -> Tensor:
-    """Any integers."""
-    return torch.randint_like(like, -(1 << 31), 1 << 31)
+    """Any int32 numbers."""
+    return torch.randint(-(1 << 31), 1 << 31, like.shape, dtype=torch.int32).to(like.device)
 
 
 NEVER_SPLIT = 1 << 20  # an item costs more than any row
