@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
   const WorkItem item = work[blockIdx.y];
   if ((int)blockIdx.y >= *num_work) return;
   const u32 thread = threadIdx.x;
-  do {
+  do {  // once; `continue` is done with an item
 #else
   bool has_waited = false;
   auto wait_once = [&] {

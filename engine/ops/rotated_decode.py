@@ -4,7 +4,7 @@ Contract
     qkv      [B, (num_heads + 2 * num_kv_heads) * D] as the product wrote it, contiguous
     cos, sin [B, 1, D / 2 or more] and
     qk_norm, eps    as in ops.rope_and_cache
-    the other arguments as in ops.paged_decode; B is the plan's batch
+    the other arguments as in ops.paged_decode; B is the plan's batch, and each row has an item or several
 
     = paged_decode(rope_and_cache(qkv, ...), ...), bit for bit: q, k and v are rounded at the same places
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import jit
+from engine.ops import jit, paged_decode
+from engine.ops import paged_prefill as prefill_op
 from engine.ops.paged_prefill import paged_prefill, queries_per_item, work_items
 from tests.kernels.paged_attention_cases import (
     FP8,
@@ -35,6 +36,19 @@ HEADS = [
 ]
 UNTOUCHED = -7.0
 NUM_DECODES = 3  # tokens ahead of the chunks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_built_together() -> None:
+    if not torch.cuda.is_available():
+        return
+    arch = jit.device_arch()
+    specs = [
+        op.variant(h.dtype, h.cache_dtype, h.head_dim, h.group, h.block_size, h.softcap > 0, arch)
+        for op in (paged_decode, prefill_op)
+        for h in HEADS
+    ]
+    jit.prebuild(specs, arch)
 
 
 def assert_same_bits(got: Tensor, want: Tensor, what: str) -> None:
