@@ -176,7 +176,7 @@ class GraphAttention(AttentionBackend, Protocol):
 
     def allocate_chunks(self, max_tokens: int, dtype: torch.dtype) -> None:
         """Memory of captured steps with prompt chunks, of `max_tokens` of `dtype` at most; once, before
-        the first."""
+        the first. Until `plan_chunks` there are no rows."""
 
     def capture_chunks(self, num_tokens: int) -> None:
         """Until the next plan, `attend` does what a captured step of `num_tokens` tokens, padding included,

@@ -158,6 +158,8 @@ class PagedAttention(GraphAttention):
         shape = (max_tokens, self.num_heads, self.kv.k[0].shape[3])
         out = torch.zeros(shape, dtype=dtype, device=self.device)
         self.captured = CapturedChunks(self.max_batch, self.most_items(max_tokens), out)
+        for plan in self.decode_plans.values():
+            plan.num_items.zero_()  # what runs before the first plan has neither rows nor chunks
 
     def most_items(self, num_tokens: int) -> int:
         """Work items of the chunks of a step, each of which may leave one item incomplete."""

@@ -15,7 +15,7 @@ the result is the same, bit for bit, whatever the other rows are (the runner pad
 Neither holds where oneDNN is missing and W is left as it is.
 
 On a GPU few rows go to one of our own kernels where it is known to be faster, which does all in one launch;
-the others to torch's library, with kernels in front and behind.
+the others to torch's library, with kernels in front and behind, or, gated, to one of ours that applies the gate.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,8 @@ from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
 from engine.ops.fused_product import is_aligned
+from engine.ops.gated_gemm_sm90 import gated_gemm_sm90
+from engine.ops.gated_gemm_sm90 import is_chosen as gates_faster
 from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
@@ -69,6 +71,8 @@ def fused_linear(
         return y if bias is None else y.add_(bias)
     if norm_eps is not None:
         x = rms_norm(x, None, norm_eps)
+    if gated and bias is None and residual is None and gates_by_kernel(x, w):
+        return gated_gemm_sm90(x, w)
     if residual is not None and bias is None and not gated:
         return residual.addmm_(x, w.t())
     y = F.linear(x, w, bias)
@@ -87,6 +91,14 @@ def kernel_for(x: Tensor, w: Tensor, is_surrounded: bool) -> Callable[..., Tenso
     if kernel is None or not (w.is_contiguous() and is_aligned(x) and is_aligned(w)):
         return None
     return kernel
+
+
+def gates_by_kernel(x: Tensor, w: Tensor) -> bool:
+    """Whether our kernel for many rows takes a gated product with nothing else around it."""
+    if not x.is_cuda or w.dtype != x.dtype:
+        return False
+    fits = w.is_contiguous() and is_aligned(x) and is_aligned(w)
+    return fits and gates_faster(x.shape[0], *w.shape, x.dtype, x.device.index)
 
 
 @cache

@@ -91,6 +91,9 @@ class ChunkGraphs:
     def capture(self, progress: Callable[[float, str], None]) -> None:
         """Capture all sizes, the largest first: the others fit into its memory. Before it, a step with a
         chunk and a decode row must have run (kernels loaded)."""
+        for part in self.device_inputs.tokens(self.sizes[-1]):
+            part.zero_()  # an earlier step's inputs lie elsewhere: as ids they could be anything
+        torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         gc.collect()
         gc.disable()  # the end of some other graph, found in the middle, would invalidate a capture
