@@ -97,8 +97,9 @@ def gates_by_kernel(x: Tensor, w: Tensor) -> bool:
     """Whether our kernel for many rows takes a gated product with nothing else around it."""
     if not x.is_cuda or w.dtype != x.dtype:
         return False
+    m, (n, k) = x.shape[0], w.shape
     fits = w.is_contiguous() and is_aligned(x) and is_aligned(w)
-    return fits and gates_faster(x.shape[0], *w.shape, x.dtype, x.device.index)
+    return fits and gates_faster(m, n, k, x.dtype, x.device.index)
 
 
 @cache

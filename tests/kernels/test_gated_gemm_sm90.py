@@ -1,0 +1,245 @@
+"""The gated product of many rows on Hopper in the emulator: layouts, swizzles, that every wait ends, turns of
+warpgroups, weights that two blocks share. Then the order of tiles, and what is compiled ahead."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops import fused_product, jit, linear, nvrtc
+from engine.ops import gated_gemm_sm90 as op
+from engine.ops.gated_gemm_sm90 import Tiling
+from engine.ops.kernel_build import build
+from engine.ops.kernel_cache import Job, KernelCache
+from engine.ops.narrow_gemm import Device
+from tests.kernels import emulator
+from tests.kernels.emulator import as_if_cuda, emulated, emulated_map, forget
+from tests.kernels.models import MODELS
+
+BF16, FP16 = torch.bfloat16, torch.float16
+HOPPER = Device(132, 227 * 1024, has_clusters=True)
+NAN = float("nan")
+MIB = 1 << 20
+
+needs_compiler = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.manual_seed(0)
+    monkeypatch.setattr(op, "tensor_map", emulated_map)
+    with emulated(op):
+        yield
+
+
+def run_on(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "device_of", lambda index=None: replace(HOPPER, num_sms=num_sms))
+
+
+def run_by(schedule: str, stages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See tests/kernels/cuda_emu.h."""
+    variant = op.variant
+
+    def changed(tiling: Tiling, dtype: torch.dtype) -> jit.VariantSpec:
+        spec = variant(tiling, dtype)
+        defines = {**spec.defines, "STAGES": stages or tiling.stages}
+        return replace(spec, defines={**defines, schedule: 1} if schedule else defines)
+
+    monkeypatch.setattr(op, "variant", changed)
+    op.load.cache_clear()
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    """`want`: in float32. What rounding to got's dtype costs, of the number or of the typical one of its row, is
+    half an eps; sums in another order and fast functions of the gate are far below the other half."""
+    typical = want.pow(2).mean(1, keepdim=True).sqrt()
+    limit = torch.finfo(got.dtype).eps * torch.maximum(want.abs(), typical)
+    error = (got.float() - want).abs()
+    worst = divmod(int((error / limit).nan_to_num(torch.inf).argmax()), got.shape[1])
+    assert (error <= limit).all(), f"{got[worst]} instead of {want[worst]} at {worst}"
+
+
+# Rows, rows of W and columns that fit no tile; few SMs have several tiles each, in bands. With two stages, the
+# fewest with which loads go on during products, each is used again and again.
+CASES = [
+    # m, n, k, SMs, stages, schedule
+    (300, 400, 200, 3, None, ""),
+    (300, 400, 136, 2, 2, "EMU_LATE"),
+    (5, 16, 8, 132, 3, "EMU_LATE"),
+]
+SMALL_TILINGS = (
+    Tiling(2, 1, 64),
+    Tiling(2, 1, 64, ping_pong=True),
+    Tiling(2, 1, 64, ping_pong=True, cluster=2),
+    Tiling(3, 1, 64, ping_pong=True),
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiling", [*op.TILINGS, *SMALL_TILINGS], ids=str)
+@pytest.mark.parametrize(("m", "n", "k", "num_sms", "stages", "schedule"), CASES)
+def test_against_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    tiling: Tiling,
+    m: int,
+    n: int,
+    k: int,
+    num_sms: int,
+    stages: int | None,
+    schedule: str,
+) -> None:
+    run_on(num_sms, monkeypatch)
+    run_by(schedule, stages, monkeypatch)
+    dtype = FP16 if schedule else BF16
+    wide_x = torch.full((m + 2, k + 24), NAN, dtype=dtype)
+    wide_out = torch.full((m + 2, n // 2 + 16), 7.0, dtype=dtype)
+    x, out = wide_x[1 : m + 1, 8 : 8 + k], wide_out[1 : m + 1, 8 : 8 + n // 2]
+    x.copy_(torch.randn(m, k))
+    w = (3 * torch.randn(n, k) / k**0.5).to(dtype)
+    op.launch(x, w, out, tiling)
+    assert_close(out, fused_product.reference(x.float(), w, gated=True))
+    out.fill_(7.0)
+    assert (wide_out == 7.0).all(), "wrote beside the result"
+
+
+@needs_compiler
+def test_extreme_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what exp can say, silu is 0 or its argument; what is not a number stays so in its row."""
+    run_on(2, monkeypatch)
+    gates = torch.tensor([-3e38, -200.0, -90.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 200.0, 3e38])
+    x = torch.zeros(12, 8)
+    x[:10, 0], x[:10, 1] = gates, 1.0
+    x[10], x[11, 0] = NAN, torch.inf
+    w = torch.zeros(16, 8)
+    w[:8, 0], w[8:, 1] = 1.0, 0.5
+    out = op.gated_gemm_sm90(as_if_cuda(x.to(BF16)), w.to(BF16))
+    want = fused_product.reference(x.to(BF16)[:10].float(), w, gated=True)
+    torch.testing.assert_close(out[:10].float(), want, rtol=2**-8, atol=1e-30)
+    assert out[10:].isnan().all()
+
+
+@needs_compiler
+def test_linear_takes_it_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget((linear,))
+    run_on(132, monkeypatch)
+    monkeypatch.setattr(op, "CHOSEN", ((range(257, 300), range(MIB)),))
+    w = (torch.randn(32, 64) / 8).to(BF16)
+    asked: list[int] = []
+    kernel = op.gated_gemm_sm90
+
+    def counted(x: Tensor, w: Tensor) -> Tensor:
+        asked.append(len(x))
+        return kernel(x, w)
+
+    monkeypatch.setattr(linear, "gated_gemm_sm90", counted)
+    for m in (257, 299):
+        x = torch.randn(m, 64).to(BF16)
+        out = linear.fused_linear(as_if_cuda(x), w, gated=True)
+        assert_close(out.as_subclass(Tensor), fused_product.reference(x.float(), w, gated=True))
+    assert asked == [257, 299]
+    x = as_if_cuda(torch.zeros(300, 64, dtype=BF16))
+    assert not linear.gates_by_kernel(x, w)
+    assert linear.gates_by_kernel(x[:299], w)
+    assert not linear.gates_by_kernel(as_if_cuda(torch.zeros(299, 65, dtype=BF16))[:, 1:], w)
+    assert not linear.gates_by_kernel(torch.zeros(299, 64, dtype=BF16), w), "not on a CPU"
+    forget((linear,))
+
+
+def test_on_a_cpu_it_is_the_reference() -> None:
+    x, w = torch.randn(300, 24).to(BF16), torch.randn(32, 24).to(BF16)
+    assert torch.equal(op.gated_gemm_sm90(x, w), fused_product.reference(x, w, gated=True))
+
+
+def tile_at(tiling: Tiling, m: int, n: int, band: int, item: int) -> tuple[int, int]:
+    """Height and column, as struct Tiles of the kernel has it."""
+    heights, columns = op.heights_of(tiling, m), -(-n // tiling.tile)
+    top = item // (band * columns) * band
+    here = min(band, heights - top)
+    in_band = item % (band * columns)
+    return top + in_band % here, in_band // here
+
+
+@pytest.mark.parametrize("tiling", op.TILINGS, ids=str)
+@pytest.mark.parametrize("num_sms", [132, 114, 16])
+def test_every_tile_has_its_turn_once(tiling: Tiling, num_sms: int) -> None:
+    device = replace(HOPPER, num_sms=num_sms)
+    for m in (1, 257, 512, 1000, 2049, 8192):
+        for n in (16, 9728, 37888):
+            items, band = op.items_of(tiling, m, n), op.band_of(tiling, m, device)
+            tiles = {tile_at(tiling, m, n, band, item) for item in range(items)}
+            rows, columns = {row for row, _ in tiles}, {column for _, column in tiles}
+            assert len(tiles) == items
+            assert rows == set(range(op.heights_of(tiling, m)))
+            assert len(rows) * tiling.rows * tiling.cluster >= m
+            assert len(columns) * tiling.tile >= n
+            grid = op.grid_of(tiling, m, n, device)
+            assert grid % tiling.cluster == 0
+            assert 1 <= grid // tiling.cluster <= min(items, num_sms // tiling.cluster)
+
+
+@pytest.mark.parametrize("tiling", op.TILINGS, ids=str)
+def test_tilings_fit_into_an_sm(tiling: Tiling) -> None:
+    assert tiling.stages >= 4
+    assert tiling.smem_bytes <= HOPPER.smem_limit
+    assert tiling.rows <= 256
+    assert tiling.tile % 64 == 0
+    sums = tiling.heights * tiling.tile // 2
+    assert sums <= (96 if tiling.groups == 3 else 192), "registers"
+
+
+def test_the_tiling_that_keeps_most_sms_busy_is_taken() -> None:
+    for m in (257, 512, 1024, 8192):
+        for n, k in [(9728, 896), (37888, 3584)]:
+            best = op.tiling_for(m, n, k, HOPPER)
+            least = op.cycles(best, m, n, k, HOPPER)
+            assert all(least <= op.cycles(tiling, m, n, k, HOPPER) for tiling in op.TILINGS)
+            assert least >= m * n * k / (132 * 2048), "faster than the tensor cores are"
+
+
+def test_what_is_chosen_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(MODELS["Qwen2.5-7B"], arch="sm_90a")
+    monkeypatch.setattr(op, "CHOSEN", ())
+    assert op.specs(config) == []
+    assert not op.is_chosen(8192, 37888, 3584, BF16, None)
+    monkeypatch.setattr(op, "CHOSEN", ((range(1024, 1 << 20), range(100 * MIB, 1 << 40)),))
+    monkeypatch.setattr(op, "device_of", lambda index=None: HOPPER)
+    assert op.is_chosen(1024, 37888, 3584, BF16, None)
+    assert not op.is_chosen(1023, 37888, 3584, BF16, None)
+    assert not op.is_chosen(1024, 9728, 896, BF16, None)
+    specs = op.specs(config)
+    for m in (1024, 1500, 8192):
+        assert op.variant(op.tiling_for(m, 37888, 3584, HOPPER), BF16) in specs
+    assert op.specs(replace(config, arch="sm_89")) == []
+    assert op.specs(replace(config, dtype=torch.float32)) == []
+    assert op.specs(replace(MODELS["SmolLM2-135M"], arch="sm_90a")) == []
+
+
+def test_every_tiling_compiles_without_spills_or_remarks() -> None:
+    try:
+        nvrtc.version()
+    except nvrtc.KernelBuildError as error:
+        pytest.skip(str(error))
+    specs = [op.variant(tiling, dtype) for tiling in op.TILINGS for dtype in (BF16, FP16)]
+    jobs = [Job.of(spec.source, spec.defines, "sm_90a") for spec in specs]
+    for built in build(jobs, KernelCache(), workers=len(os.sched_getaffinity(0))):
+        assert built.entry.resources["gated_gemm_sm90"].spill_bytes == 0, built.lines()
+        assert not built.entry.warnings, f"{built.lines()} {built.entry.warnings}"
+
+
+def test_wrong_tensors_are_refused_with_a_remedy() -> None:
+    x, w = torch.randn(300, 64).to(BF16), torch.randn(32, 64).to(BF16)
+    with pytest.raises(ValueError, match="multiple of 16 rows"):
+        op.check(x, w[:24])
+    with pytest.raises(ValueError, match="multiple of 8 bfloat16"):
+        op.check(x[:, :60], w[:, :60])
+    with pytest.raises(ValueError, match="bfloat16 or float16"):
+        op.check(x.float(), w.float())
+    with pytest.raises(ValueError, match="contiguous"):
+        op.check(x, torch.randn(64, 32).to(BF16).T)
+    with pytest.raises(ValueError, match="16 bytes"):
+        op.check(torch.randn(300, 100).to(BF16)[:, 3:67], w)
+    with pytest.raises(ValueError, match="out"):
+        op.check(x, w, torch.empty(300, 20, dtype=BF16)[:, :16])
