@@ -31,9 +31,9 @@ from engine.ops.sample_cuda import MAX_VOCAB
 from engine.plan import PromptSpan, RowInit, StepPlan
 from engine.resolve import Resolved, decide_num_blocks
 from engine.runner.chunk_graphs import ChunkGraphs, most_graph_tokens, token_sizes
+from engine.runner.decode_graphs import DecodeGraphs, graph_sizes
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler
-from engine.runner.graphs import DecodeGraphs, graph_sizes
 from engine.runner.request_table import RequestTable
 from engine.runner.runner import ModelRunner, distinct
 
@@ -199,7 +199,7 @@ def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) 
         runner.model, attention, sampler, runner.table, resolved.max_num_seqs, resolved.device
     )
     graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction / 2, what))
-    runner.graphs = graphs
+    runner.decode_graphs = graphs
     chunk_graphs = ChunkGraphs(
         runner.model,
         attention,

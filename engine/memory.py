@@ -11,7 +11,7 @@ from engine.models.config import ModelConfig
 
 GIB = 2**30
 WORKSPACE_BYTES = GIB // 8  # see estimate_activations
-CAPTURE_WORKSPACE_BYTES = GIB // 8  # see estimate_graphs
+CAPTURE_WORKSPACE_BYTES = GIB * 5 // 32  # see estimate_graphs
 GRAPH_NODES_BYTES = 2**20
 LARGEST_AUTO_BYTES = 4 * GIB  # beyond it a CPU is too slow to fill the cache
 

@@ -80,7 +80,7 @@ class PartClock:
         self.seconds: list[float] = []  # of the current step, by part
         self.wrap("schedule", loop.scheduler, "schedule")
         self.wrap("launch", loop.runner, "launch")
-        graphs, sampler = loop.runner.graphs, loop.runner.sampler
+        graphs, sampler = loop.runner.decode_graphs, loop.runner.sampler
         if graphs is not None:
             self.wrap("(stage)", graphs, "stage")
             self.wrap("(replay)", graphs, "replay")

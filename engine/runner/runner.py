@@ -15,9 +15,9 @@ from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
 from engine.runner.chunk_graphs import ChunkGraphs, padded_tokens
 from engine.runner.constraints import RowConstraints
+from engine.runner.decode_graphs import DecodeGraphs, GraphStep
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.device_sampler import DeviceSampler, spread_masks
-from engine.runner.graphs import DecodeGraphs, GraphStep
 from engine.runner.host_blocks import HostBlocks
 from engine.runner.prompt_logprobs import PromptOutput, score_prompts
 from engine.runner.request_table import RequestTable
@@ -62,8 +62,8 @@ class StepHandle:
 class ModelRunner:
     """Owns the device state of running requests: rows, sampling rows, KV cache (through attention).
 
-    The same on every device. On a GPU, `device_inputs` uploads a step's inputs, and `graphs`, if
-    given, replays decode steps.
+    The same on every device. On a GPU, `device_inputs` uploads a step's inputs, and where there
+    are `decode_graphs` and `chunk_graphs`, steps are replayed.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class ModelRunner:
         sampler: Sampler | DeviceSampler,
         table: RequestTable,
         device_inputs: DeviceInputs | None = None,
-        graphs: DecodeGraphs | None = None,
+        decode_graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
         self.sampler = sampler
         self.table = table
         self.device_inputs = device_inputs
-        self.graphs = graphs
+        self.decode_graphs = decode_graphs
         self.host_blocks: HostBlocks | None = None  # with --swap-space
         self.token_sizes: list[int] = []  # that steps with chunks are padded to
         self.chunk_graphs: ChunkGraphs | None = None
@@ -106,8 +106,8 @@ class ModelRunner:
         logits: Tensor | None
         prompt: PromptOutput | None = None
         graph_step: GraphStep | None = None
-        if self.graphs is not None and self.graphs.can_run(plan):
-            graph_step = self.graphs.run(plan)
+        if self.decode_graphs is not None and self.decode_graphs.can_run(plan):
+            graph_step = self.decode_graphs.run(plan)
             logits = graph_step.logits
         else:
             logits, prompt = self.forward(plan)

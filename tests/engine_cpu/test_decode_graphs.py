@@ -15,8 +15,8 @@ from engine.ops.logprobs import LogprobTensors, gather_logprobs
 from engine.ops.sample_cuda import ROW_DTYPE, RowFlags, SamplingClass
 from engine.runner import device_sampler
 from engine.runner import runner as runner_module
+from engine.runner.decode_graphs import DecodeGraphs
 from engine.runner.device_sampler import DeviceSampler
-from engine.runner.graphs import DecodeGraphs
 from engine.runner.runner import ModelRunner
 from engine.runner.step_memory import DEPTH, StepMemory
 from tests.engine_cpu.harness import Collected, Harness
@@ -120,7 +120,7 @@ def gpu_like(model_dir, has_graphs: bool, **settings: object) -> Harness:
     if has_graphs:
         graphs = ReplayedBodies(old.model, attention, sampler, old.table, max_batch, CPU)
         graphs.graphs = dict.fromkeys(graphs.sizes)  # type: ignore[arg-type]
-        runner.graphs = graphs
+        runner.decode_graphs = graphs
     harness.loop.runner = runner
     return harness
 
@@ -142,7 +142,7 @@ def test_tokens_are_those_of_eager_steps(model_dir, everyone, overlap) -> None:
     graphed = gpu_like(model_dir, True, overlap=overlap)
     got = complete(graphed, everyone)
     want = complete(gpu_like(model_dir, False, overlap=overlap), everyone)
-    assert graphed.loop.runner.graphs.replays > 20
+    assert graphed.loop.runner.decode_graphs.replays > 20
     for req_id, result in want.items():
         assert got[req_id].token_ids == result.token_ids, f"request {req_id}"
         assert got[req_id].logprobs == pytest.approx(result.logprobs, abs=1e-4)
@@ -153,7 +153,7 @@ def test_bad_rows_end_their_requests_alone(model_dir) -> None:
     """Logits of NaN, seen by the sampling within the graph."""
     harness = gpu_like(model_dir, True, overlap="on")
     want = complete(gpu_like(model_dir, False, overlap="on"), PLAIN)
-    graphs = harness.loop.runner.graphs
+    graphs = harness.loop.runner.decode_graphs
     sample = graphs.sampler.sample_on_device
 
     def spoiled(logits, *args, **kwargs):

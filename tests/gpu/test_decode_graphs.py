@@ -6,7 +6,7 @@ import torch
 
 from engine.ops.token_masks import ALL, num_words
 from engine.plan import StepPlan
-from engine.runner.graphs import GraphStep
+from engine.runner.decode_graphs import GraphStep
 from engine.runner.sampling_table import Needs
 from engine.runner.step_memory import DEPTH, SlotSample
 from tests.engine_cpu.test_decode_graphs import FULL, PLAIN
@@ -26,7 +26,7 @@ def model_dir(tmp_path_factory):
 def test_a_graph_samples_as_an_eager_step_does(model_dir, kinds, dtype):
     harness = build(model_dir, dtype=dtype, max_num_seqs=24)
     runner = harness.loop.runner
-    graphs, sampler, run = runner.graphs, runner.sampler, runner.graphs.run
+    graphs, sampler, run = runner.decode_graphs, runner.sampler, runner.decode_graphs.run
     compared = []
 
     def run_and_compare(plan: StepPlan) -> GraphStep:

@@ -7,8 +7,8 @@ import torch
 from engine.api.sampling import SamplingParams
 from engine.ops.plan_decode import MAX_BATCH
 from engine.plan import RowInit, StepPlan, StepResult
+from engine.runner.decode_graphs import GraphStep
 from engine.runner.device_sampler import DeviceSampler
-from engine.runner.graphs import GraphStep
 from engine.runner.step_memory import SlotSample
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.test_engine import SHAPE, build, check_against_transformers, prompts
@@ -25,7 +25,7 @@ def test_every_row_is_served(model: str) -> None:
     """First with sampling inside the graphs, then behind them; all rows at once at the end of a prefill."""
     harness = build(model, max_num_seqs=MAX_BATCH, num_blocks=16_384, check_invariants=False)
     runner = harness.loop.runner
-    graphs, sizes, rows = runner.graphs, [], set()
+    graphs, sizes, rows = runner.decode_graphs, [], set()
     replay = graphs.run
 
     def run_and_check(plan: StepPlan) -> GraphStep:

@@ -14,7 +14,7 @@ from engine.models.config import ModelConfig
 from engine.ops.kernel_list import kernel_specs
 from engine.ops.plan_decode import MAX_BATCH
 from engine.resolve import decide_num_blocks, resolve
-from engine.runner.graphs import graph_sizes
+from engine.runner.decode_graphs import graph_sizes
 from tests.engine_cpu.tiny_models import make_tiny
 
 
