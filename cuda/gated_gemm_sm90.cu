@@ -125,6 +125,7 @@ DEV void produce(const Ring& ring, const Tiles& tiles, int num_chunks, const Ten
   const int num_units = tiles.count * num_chunks, ahead = min(num_units, STAGES);
   Cursor next(tiles, num_chunks);
   for (Cursor w = next; w.number * num_chunks + w.chunk < ahead; w.advance()) load_w(ring, w_map, w);
+  tensor_map_prefetch(x_map);
   grid_dependency_wait();  // x may be the result of the kernel before this one, W is not
   int unit = 0;
   for (; unit < ahead; unit++, next.advance()) load_x(ring, x_map, next);
@@ -206,6 +207,9 @@ DEV void consume(const Ring& ring, const Tiles& tiles, int num_chunks, int group
 #pragma unroll
     for (int h = 0; h < HEIGHTS; h++) wgmma_results(sums[h]);
     release(before);
+    // Never so. The assembler moves the release down through straight-line code, behind the gates; with more sums
+    // than these it lacks the registers to keep it here.
+    if (HEIGHTS * TILE <= 256 && m < 0) __trap();
     const Tile tile = tiles.at(number);
 #pragma unroll
     for (int h = 0; h < HEIGHTS; h++)
