@@ -9,6 +9,7 @@ import torch
 from scripts.bench_cases import measure
 
 HERE = Path(__file__).parent
+CPU_THREADS = 4  # references are tiny; with all cores, several test processes at a time would take minutes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(missing)
+    if torch.cuda.is_available():
+        torch.set_num_threads(min(CPU_THREADS, torch.get_num_threads()))
 
 
 @pytest.fixture(autouse=True)
