@@ -9,7 +9,9 @@ import torch
 from scripts.bench_cases import measure
 
 HERE = Path(__file__).parent
-CPU_THREADS = 4  # references are tiny; with all cores, several test processes at a time would take minutes
+CPU_THREADS = (
+    4  # references are tiny; with all cores, several test processes at a time would take minutes
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,24 +4,35 @@ sizes, graphs, and the same bits each time. Waits that never end are turned into
 Results are as exact as bfloat16 or float16 can say them: errors stay below twice what rounding costs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import fused_product, jit
+from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as op
 from engine.ops.linear import fused_linear
 from engine.ops.narrow_gemm import device_of
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan
+from tests.gpu.product_cases import (
+    EPS,
+    LAYERS,
+    OPTIONS,
+    GraphReplay,
+    check_layers_in_a_graph,
+    check_other_rows,
+    check_rows_of_batches,
+    check_strided,
+    check_surrounded,
+    clusters_at_a_time,
+    reference,
+)
 from tests.gpu.test_skinny_gemm import BF16, FP16, NAN, assert_close, limit, numbers
 
 ROWS = (1, 17, 31, 32, 33, 63, 64, 65, 97, 128, 129, 191, 192, 193, 255, 256)
-EPS = 1e-5
 
 # (N, K): linear layers of Qwen2.5-0.5B, SmolLM2-135M and Qwen2.5-7B, then shapes that fit nothing; the last
 # takes several tiles of each block
@@ -35,10 +46,6 @@ FUSED_SHAPES = [
     (16, 8, BF16), (112, 1000, FP16), (4112, 520, BF16), (43008, 104, BF16),
 ]  # fmt: skip
 PLANNED_SHAPES = [(3584, 3584), (1040, 1096)]
-LAYERS = [(896, 4864), (576, 1536), (3584, 18944)]  # hidden and intermediate size
-
-# As a decoder launches products, and all together
-OPTIONS = ["bias normed", "residual", "normed gated", "bias normed gated residual"]
 variant_of_product = op.variant
 
 
@@ -95,21 +102,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     op.load.cache_clear()
 
 
-def reference(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_eps: float | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """In float32."""
-    return fused_product.reference(
-        x.float(), w, bias, norm_eps=norm_eps, gated=gated, residual=residual
-    )
-
-
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_plain(m: int, n: int, k: int) -> None:
@@ -123,19 +115,7 @@ def test_plain(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(("n", "k", "dtype"), FUSED_SHAPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_with_what_surrounds_it(m: int, n: int, k: int, dtype: torch.dtype, options: str) -> None:
-    gated = "gated" in options
-    norm_eps = EPS if "normed" in options else None
-    sizes = torch.logspace(-2, 1, m, device="cuda")[:, None] if norm_eps else 1.0  # a norm for each
-    x, w = (numbers(m, k) * sizes).to(dtype), numbers(n, k, dtype=dtype, scale=k**-0.5)
-    bias = numbers(n, dtype=dtype) if "bias" in options else None
-    outputs = n // 2 if gated else n
-    residual = numbers(m, outputs, dtype=dtype) if "residual" in options else None
-    want = reference(x, w, bias, norm_eps=norm_eps, gated=gated, residual=residual)
-    fresh = op.wide_gemm_sm90(x, w, bias, norm_eps=norm_eps, gated=gated, residual=residual)
-    assert_close(fresh, want, limit(dtype))
-    out = torch.full_like(fresh, NAN) if residual is None else residual  # in place
-    op.wide_gemm_sm90(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
-    assert torch.equal(out, fresh), f"{int((out != fresh).sum())} numbers differ"
+    check_surrounded(op.wide_gemm_sm90, m, n, k, dtype, options)
 
 
 @pytest.mark.parametrize("m", [24, 50, 64, 90, 128, 180, 200, 256])
@@ -158,16 +138,7 @@ def test_every_way_to_cut_a_product_up(m: int, n: int, k: int, all_options: bool
 @pytest.mark.parametrize("m", [33, 64, 100, 250])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_strided_rows_and_bias(m: int, dtype: torch.dtype) -> None:
-    n, k = 264, 904
-    wide_x = torch.full((m + 2, k + 48), NAN, dtype=dtype, device="cuda")
-    wide_out = torch.full((m + 2, n + 24), NAN, dtype=dtype, device="cuda")
-    x, out = wide_x[1 : m + 1, 16 : 16 + k], wide_out[1 : m + 1, 8 : 8 + n]
-    x.copy_(numbers(m, k, dtype=dtype))
-    w, bias = numbers(n, k, dtype=dtype, scale=k**-0.5), numbers(n, dtype=dtype)
-    op.wide_gemm_sm90(x, w, bias, out)
-    assert_close(out, reference(x, w, bias), limit(dtype))
-    out.fill_(NAN)
-    assert wide_out.isnan().all(), "wrote beside the result"
+    check_strided(op.wide_gemm_sm90, m, 264, 904, dtype, offset=8)
 
 
 @pytest.mark.parametrize("m", [37, 64, 128, 256])
@@ -193,25 +164,13 @@ def test_the_same_bits_every_time(m: int, n: int, k: int) -> None:
 def test_a_row_is_the_same_in_every_batch_of_one_plan(
     n: int, k: int, norm_eps: float | None
 ) -> None:
-    x, w = numbers(128, k), numbers(n, k, scale=k**-0.5)
-    want = op.wide_gemm_sm90(x, w, norm_eps=norm_eps)
-    for m in range(65, 128):
-        start = 7 * m % (129 - m)
-        got = op.wide_gemm_sm90(x[start : start + m], w, norm_eps=norm_eps)
-        same = (got == want[start : start + m]).all(1)
-        assert same.all(), f"M = {m}: rows {(~same).nonzero().flatten().tolist()} differ"
+    check_rows_of_batches(op.wide_gemm_sm90, 65, 128, n, k, norm_eps=norm_eps)
 
 
 @pytest.mark.parametrize("m", [40, 128, 256])
 @pytest.mark.parametrize("norm_eps", [None, EPS])
 def test_other_rows_and_their_nan_do_not_matter(m: int, norm_eps: float | None) -> None:
-    x, w = numbers(m, 896), numbers(896, 896, scale=1 / 30)
-    want = op.wide_gemm_sm90(x, w, norm_eps=norm_eps)
-    bad = torch.arange(m, device="cuda") % 3 == 1
-    x[bad] = NAN
-    got = op.wide_gemm_sm90(x, w, norm_eps=norm_eps)
-    assert torch.equal(got[~bad], want[~bad])
-    assert got[bad].isnan().all()
+    check_other_rows(op.wide_gemm_sm90, m, norm_eps=norm_eps)
 
 
 @pytest.mark.parametrize("m", [48, 128, 256])
@@ -222,55 +181,13 @@ def test_layers_in_a_graph_add_to_the_residual_in_place(
     hidden: int,
     inner: int,
     dependent: bool,
-    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
+    graph_replay: GraphReplay,
 ) -> None:
-    """Each launch reads what the one before has written, and overwrites what it has read."""
-    stream, width = numbers(m, hidden), hidden + 256
-    weights = [
-        (numbers(width, hidden, scale=hidden**-0.5), numbers(hidden, width, scale=width**-0.5),
-         numbers(2 * inner, hidden, scale=hidden**-0.5), numbers(hidden, inner, scale=inner**-0.5))
-        for _ in range(2)
-    ]  # fmt: skip
-    between = [torch.empty(m, width, dtype=BF16, device="cuda") for _ in range(2)]
-    gates = [torch.empty(m, inner, dtype=BF16, device="cuda") for _ in range(2)]
-    states = [torch.empty_like(stream) for _ in range(4)]
-
-    def layers(keep: bool) -> None:
-        for i, (qkv, o, gate_up, down) in enumerate(weights):
-            op.wide_gemm_sm90(stream, qkv, out=between[i], norm_eps=EPS)
-            op.wide_gemm_sm90(between[i], o, out=stream, residual=stream)
-            if keep:
-                states[2 * i].copy_(stream)
-            op.wide_gemm_sm90(stream, gate_up, out=gates[i], norm_eps=EPS, gated=True)
-            op.wide_gemm_sm90(gates[i], down, out=stream, residual=stream)
-            if keep:
-                states[2 * i + 1].copy_(stream)
-
-    with jit.dependent_launches() if dependent else nullcontext():
-        replay = graph_replay(lambda: layers(keep=False))
-    for _ in range(3):
-        start = before = numbers(m, hidden)
-        stream.copy_(start)
-        layers(keep=True)  # by separate launches, to be checked one by one
-        for i, (qkv, o, gate_up, down) in enumerate(weights):
-            attended, gated = states[2 * i], states[2 * i + 1]
-            assert_close(between[i], reference(before, qkv, norm_eps=EPS), limit(BF16))
-            assert_close(attended, reference(between[i], o, residual=before), limit(BF16))
-            want = reference(attended, gate_up, norm_eps=EPS, gated=True)
-            assert_close(gates[i], want, limit(BF16))
-            assert_close(gated, reference(gates[i], down, residual=attended), limit(BF16))
-            before = gated
-        for tensor in (*between, *gates):
-            tensor.fill_(NAN)
-        stream.copy_(start)
-        replay()
-        assert torch.equal(stream, before), f"{int((stream != before).sum())} numbers differ"
+    check_layers_in_a_graph(op.wide_gemm_sm90, m, hidden, inner, dependent, graph_replay)
 
 
 @pytest.mark.parametrize("m", [64, 100, 256])
-def test_every_plan_behind_a_kernel_that_writes_x(
-    m: int, graph_replay: Callable[[Callable[[], object]], Callable[[], None]]
-) -> None:
+def test_every_plan_behind_a_kernel_that_writes_x(m: int, graph_replay: GraphReplay) -> None:
     n, k = 1040, 1096
     source, w, scale = numbers(m, k), numbers(n, k, scale=k**-0.5), 1 + numbers(k, scale=0.1)
     residual = numbers(m, n // 2)
@@ -319,20 +236,8 @@ def test_linear_takes_the_kernel_where_it_is_chosen() -> None:
 @pytest.mark.parametrize("cluster", [2, 4])
 @pytest.mark.parametrize("rows", op.ROWS)
 def test_as_many_clusters_run_at_a_time_as_plans_assume(rows: int, cluster: int) -> None:
-    from cuda.bindings import driver
-
     plans = [p for p in op.candidates(rows, 3584, 3584, device_of()) if p.cluster == cluster]
     plan = max(plans, key=lambda p: p.smem_bytes)  # such that a block fills an SM
-    function = op.load(plan, BF16, False, False).load(torch.cuda.current_device()).ptr
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    size = attribute.value.clusterDim
-    size.x, size.y, size.z = plan.cluster, 1, 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = plan.threads, 1, 1
-    config.sharedMemBytes = plan.smem_bytes
-    config.attrs, config.numAttrs = [attribute], 1
-    status, count = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(function), config)
-    assert int(status) == 0, status
+    kernel = op.load(plan, BF16, False, False)
+    count = clusters_at_a_time(kernel, plan.cluster, plan.grid, plan.threads, plan.smem_bytes)
     assert count >= device_of().clusters_of(plan.cluster), f"only {count} clusters fit"
