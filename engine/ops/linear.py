@@ -14,8 +14,9 @@ torch doing so at every call. That is 1.3 to 2.3 times faster for a few rows, an
 the result is the same, bit for bit, whatever the other rows are (the runner pads a lone row to two).
 Neither holds where oneDNN is missing and W is left as it is.
 
-On a GPU few rows go to one of our own kernels where it is known to be faster, which does all in one launch;
-the others to torch's library, with kernels in front and behind, or, gated, to one of ours that applies the gate.
+On a GPU few rows go to one of our own kernels where it is known to be faster, which does all in one launch.
+The others have a kernel for the norm in front, and go to one of ours for many rows, which does the rest where it
+is known to be faster, or to torch's library, with kernels behind.
 """
 
 from collections.abc import Callable
@@ -27,15 +28,14 @@ from torch import Tensor
 
 from engine.ops import narrow_gemm as narrow
 from engine.ops import skinny_gemm as skinny
+from engine.ops import tall_gemm_sm90 as tall
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
 from engine.ops.fused_product import is_aligned
-from engine.ops.gated_gemm_sm90 import gated_gemm_sm90
-from engine.ops.gated_gemm_sm90 import is_chosen as gates_faster
 from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
-MOST_FEW_ROWS = wide.ROWS[-1]  # more are the library's in any case
+MOST_FEW_ROWS = wide.ROWS[-1]  # no kernel for few rows takes more
 
 
 def linear(
@@ -59,20 +59,19 @@ def fused_linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract. Products with a norm, a gate or a residual take no `out`."""
-    few_rows = kernel_for(x, w, norm_eps is not None or gated or residual is not None)
+    is_surrounded = norm_eps is not None or gated or residual is not None
+    few_rows = kernel_for(x, w, is_surrounded)
     if few_rows is not None:
         out = residual if out is None else out
         return few_rows(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
     if out is not None:
-        assert norm_eps is None
-        assert residual is None
-        assert not gated
+        assert not is_surrounded
         y = torch.mm(x, w.t(), out=out)
         return y if bias is None else y.add_(bias)
     if norm_eps is not None:
         x = rms_norm(x, None, norm_eps)
-    if gated and bias is None and residual is None and gates_by_kernel(x, w):
-        return gated_gemm_sm90(x, w)
+    if is_surrounded and is_for_many_rows(x, w, bias, gated, residual):
+        return tall.tall_gemm_sm90(x, w, bias, gated=gated, residual=residual)
     if residual is not None and bias is None and not gated:
         return residual.addmm_(x, w.t())
     y = F.linear(x, w, bias)
@@ -93,13 +92,16 @@ def kernel_for(x: Tensor, w: Tensor, is_surrounded: bool) -> Callable[..., Tenso
     return kernel
 
 
-def gates_by_kernel(x: Tensor, w: Tensor) -> bool:
-    """Whether our kernel for many rows takes a gated product with nothing else around it."""
-    if not x.is_cuda or w.dtype != x.dtype:
+def is_for_many_rows(
+    x: Tensor, w: Tensor, bias: Tensor | None, gated: bool, residual: Tensor | None
+) -> bool:
+    """Whether our kernel for many rows takes this product, behind the norm."""
+    if not x.is_cuda or w.dtype != x.dtype or (gated and not (bias is None and residual is None)):
         return False
     m, (n, k) = x.shape[0], w.shape
-    fits = w.is_contiguous() and is_aligned(x) and is_aligned(w)
-    return fits and gates_faster(m, n, k, x.dtype, x.device.index)
+    if not tall.is_chosen(m, n, k, gated, x.dtype, x.device.index):
+        return False
+    return w.is_contiguous() and all(is_aligned(t) for t in (x, w, residual) if t is not None)
 
 
 @cache

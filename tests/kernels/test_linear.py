@@ -12,14 +12,22 @@ from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 from engine.layers.rope_config import RopeConfig
 from engine.models.decoder import Decoder, DecoderSpec
-from engine.ops import activation, jit, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90
+from engine.ops import (
+    activation,
+    jit,
+    narrow_gemm,
+    rms_norm,
+    skinny_gemm,
+    tall_gemm_sm90,
+    wide_gemm_sm90,
+)
 from engine.ops import linear as op
 from engine.ops.kernel_list import kernel_specs
 from tests.kernels.emulator import as_if_cuda, forget
 from tests.kernels.models import shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULES = (activation, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90)
+MODULES = (activation, narrow_gemm, rms_norm, skinny_gemm, tall_gemm_sm90, wide_gemm_sm90)
 Launch = tuple[str, str, tuple[tuple[str, object], ...], int]
 
 
@@ -34,7 +42,8 @@ def chosen_afresh() -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
     """What launchers ask for, instead of launching it."""
-    monkeypatch.setattr(wide_gemm_sm90, "tensor_map", lambda tensor, box: None)
+    for module in (tall_gemm_sm90, wide_gemm_sm90):
+        monkeypatch.setattr(module, "tensor_map", lambda tensor, box: None)
     asked: set[Launch] = set()
 
     def kernel(
@@ -212,9 +221,14 @@ def test_products_of_many_rows_are_compiled_ahead(
     model = decoder(SHAPES[name], dtype)
     for num_rows in (1, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 300):
         run_products(model, num_rows, dtype)
+    for choice in ((), (tall_gemm_sm90.Shapes(m=range(257, 999)),)):
+        monkeypatch.setattr(tall_gemm_sm90, "CHOSEN", {"gated": choice, "other": choice})
+        for tile in tall_gemm_sm90.TILES:
+            monkeypatch.setattr(tall_gemm_sm90, "tile_for", lambda *product, tile=tile: tile)
+            run_products(model, 300, dtype)
     assert launched <= listed(SHAPES[name], dtype)
     unused = listed(SHAPES[name], dtype) - launched
-    assert not [spec for spec in unused if spec[0] == "wide_gemm_sm90.cu"]
+    assert not [spec for spec in unused if spec[0] in ("tall_gemm_sm90.cu", "wide_gemm_sm90.cu")]
     gates = [dict(defines) for source, _, defines, _ in launched if source == "activation.cu"]
     is_interleaved = dtype is not FP32 and name == "SmolLM2-135M"
     has_kernel = is_interleaved or dtype is FP32
