@@ -154,7 +154,10 @@ def build_gpu_runner(
         runner.token_sizes = chunk_sizes(resolved, weights)  # without graphs, too: the same numbers
         warm_up(runner, resolved)
     if not config.enforce_eager:
-        no_graphs = "lower --gpu-memory-utilization or --max-num-seqs, or pass --enforce-eager"
+        no_graphs = (
+            "lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or pass "
+            "--enforce-eager"
+        )
         with memory_for("capturing CUDA graphs", no_graphs, device):
             taken = capture_graphs(runner, resolved, progress)
         logger.info(

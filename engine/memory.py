@@ -59,7 +59,7 @@ def cgroup_headroom_bytes() -> int | None:
 NO_MEMORY_WORDS = ("out of memory", "out_of_memory", "alloc_failed", "can't allocate memory")
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in text for words in NO_MEMORY_WORDS)
@@ -68,11 +68,17 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def memory_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
-    """Turn a lack of memory into a ConfigError (75) that says for what, and what would help."""
+    """Turn a lack of memory into a ConfigError (75) that says for what, and what would help.
+
+    It may hide behind another error: the end of a capture that it spoilt raises one of its own.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
+        chain: list[BaseException] = [error]
+        while chain[-1].__context__ is not None:
+            chain.append(chain[-1].__context__)
+        if not any(isinstance(one, MemoryError) or is_out_of_memory(one) for one in chain):
             raise
         raise ConfigError(
             f"out of memory while {what}: {memory_state(device)}; {remedy}", exit_code=75
@@ -138,7 +144,7 @@ class GpuMemory:
             ),
             ("KV cache", self.kv_cache),
             ("sampling tables (kept free until needed)", self.sampling_tables),
-            ("CUDA graphs", self.graphs),
+            (f"CUDA graphs{' (estimate)' if self.is_predicted else ''}", self.graphs),
             ("left free (--gpu-memory-utilization)", self.reserve),
         ]
         used = sum(size for _, size in named)

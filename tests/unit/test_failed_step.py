@@ -138,3 +138,18 @@ def test_at_the_start_it_becomes_advice() -> None:
         np.empty(2**60, np.uint8)
     with pytest.raises(KeyError), memory_for("loading weights", "free some", cpu):
         raise KeyError("x")
+
+
+def test_a_lack_of_memory_is_found_behind_the_error_of_a_spoilt_capture() -> None:
+    cpu = torch.device("cpu")
+
+    def capture(text: str) -> None:
+        try:
+            raise RuntimeError(text)
+        finally:  # as the end of a capture does, on the way out
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+
+    with pytest.raises(ConfigError, match="capturing"), memory_for("capturing", "less", cpu):
+        capture("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    with pytest.raises(RuntimeError, match="previous"), memory_for("capturing", "less", cpu):
+        capture("shape mismatch")
