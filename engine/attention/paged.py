@@ -92,9 +92,7 @@ class PagedAttention(GraphAttention):
         )
         self.max_batch = max_batch
         self.captured: CapturedChunks | None = None
-        self.captured_tilings: dict[
-            int, tuple[Tiling, ...]
-        ] = {}  # one, or none, by number of tokens
+        self.captured_tilings: dict[int, tuple[Tiling, ...]] = {}  # by tokens; one tiling, or none
         self.hopper_tilings: tuple[Tiling, ...] = ()
         self.kernels = "paged_decode, paged_prefill"
         if paged_prefill_sm90.supports(spec.head_dim, kv_dtype, kv.block_size, arch):
@@ -176,9 +174,8 @@ class PagedAttention(GraphAttention):
         tilings = self.hopper_tilings
         if tilings:
             num_sms = paged_prefill_sm90.num_sms(self.device.index)
-            tilings = paged_prefill_sm90.plan_items(tilings, whole, whole, self.num_heads, num_sms)[
-                :1
-            ]
+            best, _ = paged_prefill_sm90.plan_items(tilings, whole, whole, self.num_heads, num_sms)
+            tilings = (best,)
         self.captured_tilings[num_tokens] = tilings
         kernel, _ = self.work_of(whole, whole, tilings)
         static = self.captured

@@ -23,9 +23,8 @@ class PagedAttentionF32(GraphAttention):
         self.device = device
         none = torch.zeros(0, dtype=torch.int32, device=device)
         self.rows, self.lens = none, none  # int32 [tokens] of the step, without padding
-        self.captured = torch.zeros(
-            2, 0, dtype=torch.int32, device=device
-        )  # the same of captured steps
+        # the same of captured steps with chunks, one behind the other
+        self.captured = torch.zeros(2, 0, dtype=torch.int32, device=device)
         self.captured_out: Tensor | None = None
         self.out: Tensor | None = None  # of a captured step with chunks
 

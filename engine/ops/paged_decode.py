@@ -191,9 +191,8 @@ def run(
     assert limits.blocks_per_item == blocks_per_item(num_heads, num_kv_heads)
     assert len(scratch.part_o) >= limits.max_parts(plan.batch)
     num_blocks = plan.max_items
-    if (
-        not rotation
-    ):  # these take as many items as there are: twice what the device holds does for any
+    if not rotation:
+        # a block takes several items: twice as many blocks as the device holds do for any number
         num_blocks = min(num_blocks, -(-2 * limits.slots // limits.blocks_per_item))
     variant.kernel(
         (limits.blocks_per_item, num_blocks),

@@ -88,6 +88,8 @@ def plan_items(
     num_sms: int,
 ) -> tuple[Tiling, npt.NDArray[np.int32]]:
     """The tiling that takes the least time for these chunks, at least one, and `work` for it."""
+    if len(choices) == 1:  # an estimate would take the host longer than the items
+        return choices[0], work_items(q_lens, kv_lens, choices[0].queries)
     plans = [(tiling, work_items(q_lens, kv_lens, tiling.queries)) for tiling in choices]
     return min(plans, key=lambda plan: plan[0].time(plan[1], num_heads, num_sms))
 

@@ -37,7 +37,7 @@ def most_graph_tokens(max_tokens: int, num_weights: int) -> int:
 def token_sizes(most: int) -> list[int]:
     """Numbers of tokens that steps are padded to, `most` the last: steps of an eighth or less from 256 on."""
     sizes = [16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
-    for low in range(10, 20):  # 1,024 to 2,048, and so on
+    for low in range(10, most.bit_length()):  # 1,024 to 2,048, and so on
         sizes += range((1 << low) * 9 // 8, (2 << low) + 1, 1 << (low - 3))
     return [size for size in sizes if size < most] + [most]
 
@@ -66,9 +66,8 @@ class ChunkGraphs:
         self.table = table
         self.sizes = sizes
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.results: tuple[Tensor, Tensor] | None = (
-            None  # of the largest size; others' are in front
-        )
+        # hidden states and attention of the largest size; others' are in front
+        self.results: tuple[Tensor, Tensor] | None = None
         attention.allocate_chunks(sizes[-1], dtype)
 
     def can_run(self, num_tokens: int) -> bool:
@@ -89,8 +88,7 @@ class ChunkGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[float, str], None]) -> None:
-        """Capture all sizes, the largest first: the others fit into its memory. Before it, a step with a
-        chunk and a decode row must have run (kernels loaded)."""
+        """Capture all sizes, the largest first: the others fit into its memory."""
         for part in self.device_inputs.tokens(self.sizes[-1]):
             part.zero_()  # an earlier step's inputs lie elsewhere: as ids they could be anything
         torch.cuda.synchronize()
@@ -102,7 +100,7 @@ class ChunkGraphs:
             for done, size in enumerate(reversed(self.sizes)):
                 progress(done / len(self.sizes), f"{size} tokens")
                 with torch.cuda.stream(stream):
-                    self.body(size)  # cuBLAS workspaces and lazily loaded kernels
+                    self.body(size)  # brings cuBLAS workspaces and kernels not loaded yet
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream), jit.dependent_launches():

@@ -1,4 +1,4 @@
-"""Inputs of eager steps on a GPU: made with numpy, uploaded in one copy."""
+"""Inputs of steps on a GPU, but for captured decode steps: made with numpy, uploaded in one copy."""
 
 import numpy as np
 import torch

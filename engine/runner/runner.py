@@ -188,7 +188,7 @@ class ModelRunner:
         return sample
 
     def step_inputs(self, plan: StepPlan) -> StepInputs:
-        """Inputs of an eager step."""
+        """Inputs of a step, but for a captured decode step. On a GPU padded as a captured one would be."""
         block_size = self.attention.kv.block_size
         if self.device_inputs is not None:
             size = 1 if plan.is_decode else padded_tokens(plan.total_tokens, self.token_sizes)

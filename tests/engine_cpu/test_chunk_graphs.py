@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.api.messages import FinishReason
 from engine.runner.chunk_graphs import (
     ChunkGraphs,
     most_graph_tokens,
@@ -41,8 +42,8 @@ def model_dir(tmp_path_factory):
 def with_chunks(model_dir, captured: bool, most: int = 64, **settings: object) -> Harness:
     """An engine with a GPU's decode graphs, and with captured or eager steps with chunks."""
     harness = gpu_like(model_dir, True, **settings)
-    runner = harness.loop.runner
-    runner.device_inputs = DeviceInputs(512, 6, CPU)
+    runner, resolved = harness.loop.runner, harness.engine.resolved
+    runner.device_inputs = DeviceInputs(resolved.max_num_batched_tokens, resolved.max_num_seqs, CPU)
     runner.token_sizes = token_sizes(most)
     if captured:
         graphs = ReplayedChunks(
@@ -140,8 +141,69 @@ def test_steps_beyond_the_largest_size_are_eager(model_dir) -> None:
     assert not harness.loop.runner.chunk_graphs.can_run(87)
 
 
+@pytest.mark.parametrize(("rows", "budget"), [(1, 1), (1, 17), (5, 5), (6, 31)])
+def test_budgets_that_are_no_size(model_dir, rows, budget) -> None:
+    """Steps are padded beyond the budget then. Chunks of a token, and no row for another request."""
+    settings = {"max_num_seqs": rows, "max_num_batched_tokens": budget}
+    most = most_graph_tokens(budget, 1)
+    assert budget <= most < budget + 16
+    answers = []
+    for captured in (True, False):
+        harness = with_chunks(model_dir, captured, most, overlap="on", **settings)
+        for i in range(8):
+            harness.add(i, [9 + 2 * i] * (1 + 7 * i % 20), max_tokens=3, min_tokens=2)
+        answers.append({i: result.token_ids for i, result in harness.run().items()})
+        harness.assert_empty()
+        if captured:
+            assert len(harness.loop.runner.chunk_graphs.replays) >= 8 // rows
+    assert answers[0] == answers[1]
+    assert all(len(token_ids) == 3 for token_ids in answers[0].values())
+
+
+def test_a_request_that_is_aborted_leaves_the_others_alone(model_dir) -> None:
+    """In its prefill, and with a step of its own under way."""
+    prompts = [list(range(3 + i, 60 + i)) for i in range(4)]
+    settings = {"overlap": "on", "max_num_batched_tokens": 40}
+    alone = with_chunks(model_dir, True, **settings)
+    want = [alone.generate(prompt, max_tokens=9).token_ids for prompt in prompts]
+    for num_steps in range(1, 9):
+        harness = with_chunks(model_dir, True, **settings)
+        for i, prompt in enumerate(prompts):
+            harness.add(i, prompt, max_tokens=9)
+        for _ in range(num_steps):
+            harness.step()
+        harness.abort(0, 2)
+        results = harness.run()
+        harness.assert_empty()
+        assert [results[i].token_ids for i in (1, 3)] == [want[1], want[3]], num_steps
+
+
+def test_a_failed_step_leaves_the_others_alone(model_dir, monkeypatch) -> None:
+    """Memory runs out behind a replay: the requests of that step fail, later ones find the graphs intact."""
+    harness = with_chunks(model_dir, True, overlap="on")
+    prompt = list(range(5, 50))
+    want = harness.generate(prompt, max_tokens=7).token_ids
+    finish = harness.loop.runner.model.finish
+    replays = harness.loop.runner.chunk_graphs.replays
+    count = len(replays)
+
+    def short_of_memory(*args):
+        if len(replays) == count + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return finish(*args)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(harness.loop.runner.model, "finish", short_of_memory)
+    failed = harness.generate([*prompt, 77], max_tokens=7)
+    assert failed.finish is FinishReason.ERROR
+    assert failed.token_ids == []
+    assert harness.loop.failed_steps == 1
+    assert harness.generate(prompt, max_tokens=7).token_ids == want
+    harness.assert_empty()
+
+
 def test_sizes() -> None:
-    for most in (16, 48, 1024, 8192, 5008):
+    for most in (16, 48, 1024, 8192, 5008, 1 << 24):
         sizes = token_sizes(most)
         assert sizes[-1] == most
         assert all(low < high for low, high in pairwise(sizes))

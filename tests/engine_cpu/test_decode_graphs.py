@@ -111,8 +111,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpu_like(model_dir, has_graphs: bool, **settings: object) -> Harness:
     """An engine with a GPU's sampler, with or without graphs."""
-    harness = Harness(model_dir, max_num_seqs=6, max_model_len=256, block_size=16, **settings)
-    old, max_batch = harness.loop.runner, 6
+    settings = {"max_num_seqs": 6, "max_model_len": 256, "block_size": 16, **settings}
+    harness = Harness(model_dir, **settings)
+    old, max_batch = harness.loop.runner, harness.engine.resolved.max_num_seqs
     table = old.sampler.table
     sampler = DeviceSampler(max_batch + 1, table.vocab_size, table.eos_token_ids, CPU)
     attention = paged_f32.PagedAttentionF32(old.attention.kv, old.specs[0].num_heads, CPU)
