@@ -100,7 +100,7 @@ class EngineConfig:
         metavar="F",
     )
     enforce_eager: bool = arg(
-        False, "do not capture CUDA graphs: faster start, slower decode", "device"
+        False, "do not capture CUDA graphs: faster start, slower steps", "device"
     )
     block_size: int = arg(
         0,
