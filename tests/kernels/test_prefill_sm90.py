@@ -167,11 +167,12 @@ def test_a_token_does_not_depend_on_how_its_prompt_is_cut(monkeypatch: pytest.Mo
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("num_sms", "queries"), [(1, 192), (132, 128)])
 def test_a_step_takes_the_tiling_that_its_plan_chose(
-    monkeypatch: pytest.MonkeyPatch, num_sms: int, queries: int
+    monkeypatch: pytest.MonkeyPatch, num_sms: int, queries: int, captured: bool
 ) -> None:
-    """Two long chunks and one that the other kernel takes."""
+    """Or, if it is captured, the one that its size chose: items are cut for the kernel that is there."""
     launched = []
     monkeypatch.setattr(op, "num_sms", lambda device: num_sms)
     monkeypatch.setattr(jit, "device_arch", lambda device=None: "sm_90a")
@@ -184,13 +185,14 @@ def test_a_step_takes_the_tiling_that_its_plan_chose(
         kernel(*args, tiling=tiling, **counts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(op, "paged_prefill_sm90", record)
-    case = make_case(64, 64, BF16, 4, 2, [(130, 300), (5, 70), (220, 220)], padding=0)
+    case = make_case(64, 64, BF16, 4, 2, [(130, 300), (5, 70), (220, 220)], padding=13)
+    size = len(case.q)
     spec = AttentionSpec(4, 2, 64, case.scale)
     kv = KVCache([case.k_cache], [case.v_cache], 64)
     attention = paged.PagedAttention(kv, [spec], 4, 512, torch.device("cpu"))
     none = torch.zeros(0, dtype=torch.int64)
     inputs = StepInputs(
-        input_ids=none,
+        input_ids=torch.zeros(size, dtype=torch.int64),
         positions=none,
         slot_mapping=none,
         logits_indices=none,
@@ -201,11 +203,21 @@ def test_a_step_takes_the_tiling_that_its_plan_chose(
         seq_lens=case.kv_lens,
         block_ids=np.zeros((0, 0), np.int32),
         rows_device=case.rows,
+        seq_lens_device=torch.tensor(case.kv_lens, dtype=torch.int32),
     )
-    attention.plan(inputs, [spec])
+    if captured:
+        attention.allocate_chunks(512, BF16)
+        attention.capture_chunks(size)
+        attention.plan_chunks(inputs)
+        attention.capture_chunks(size)  # what a replay does is what was captured
+    else:
+        attention.plan(inputs, [spec])
     out = attention.attend(0, case.q, spec, inputs)
     assert launched == [queries]
-    assert_close(out.view(case.q.shape), case)
+    assert not out[case.num_tokens :].any(), "padding tokens attend to nothing"
+    out = out.view(case.q.shape).clone()
+    out[case.num_tokens :] = torch.nan  # as if nobody had written there
+    assert_close(out, case)
 
 
 @pytest.mark.parametrize("softcap", [False, True])
