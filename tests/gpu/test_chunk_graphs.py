@@ -72,3 +72,21 @@ def test_a_large_step(tmp_path):
         answers.append({i: (r.token_ids, r.logprobs) for i, r in harness.run().items()})
         harness.assert_empty()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(1, 1), (1, 17), (3, 5), (8, 31)])
+def test_budgets_that_are_no_size(rows, budget, tmp_path):
+    """Steps are padded beyond the budget then, down to a start on steps of a single token."""
+    model_dir = make_tiny("llama", tmp_path, **SHAPE)
+    settings = {"num_blocks": 64, "max_num_seqs": rows, "max_num_batched_tokens": budget}
+    answers = []
+    for enforce_eager in (False, True):
+        harness = build(model_dir, enforce_eager=enforce_eager, **settings)
+        for i, prompt in enumerate(prompts(10, seed=34, high=40)):
+            harness.add(i, prompt, max_tokens=6, logprobs=1)
+        answers.append({i: (r.token_ids, r.logprobs) for i, r in harness.run().items()})
+        harness.assert_empty()
+        graphs = harness.loop.runner.chunk_graphs
+        assert (graphs is None) == enforce_eager
+        assert graphs is None or graphs.can_run(-(-budget // 16) * 16)
+    assert answers[0] == answers[1]
