@@ -32,7 +32,9 @@ def kernels_built_together() -> None:
 
 class Float32Steps(Steps):
     def make_backend(self, kv: KVCache, **settings: object) -> GraphAttention:
-        return PagedAttentionF32(kv, self.spec.num_heads, torch.device("cuda", torch.cuda.current_device()))
+        return PagedAttentionF32(
+            kv, self.spec.num_heads, torch.device("cuda", torch.cuda.current_device())
+        )
 
 
 @pytest.mark.parametrize("kind", STEPS)
