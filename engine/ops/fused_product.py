@@ -1,4 +1,4 @@
-"""A matrix product with what surrounds it in a decoder: the contract of our kernels for few rows.
+"""A matrix product with what surrounds it in a decoder: the contract of our kernels.
 
     x         [M, K], not changed
     w         [N, K] as torch.nn.Linear has it
