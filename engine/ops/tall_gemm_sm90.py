@@ -56,8 +56,8 @@ CHOSEN: dict[str, tuple[Shapes, ...]] = {
 
 ROWS = 128  # of x, in a tile
 TILES = (192, 128)  # rows of W
-# Of a round in which each SM computes a tile, relative to each other: on an H200 products of 512 to 8192 rows take
-# as long as so many rounds with either tile, and the shorter estimate is within 1.5 % of the faster one.
+# Of a round, in which each SM computes a tile, relative to each other. Fitted to gated products of 512 to 8192 rows
+# of a 7B and a 0.5B model on an H200: the tile that is cheaper by it is the faster one, or less than 1 % slower.
 ROUND_COST = {192: 1.45, 128: 1.0}
 
 CHUNK = 64  # columns of x and W that a stage holds
@@ -164,6 +164,7 @@ def load(tile: int, dtype: torch.dtype, gated: bool, residual: bool) -> jit.Kern
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
 
 
+@cache
 def tile_for(m: int, n: int, device: Device) -> int:
     """The one of TILES with the shorter estimate."""
     return min(TILES, key=lambda tile: rounds_of(tile, m, n, device) * ROUND_COST[tile])

@@ -233,7 +233,7 @@ def test_in_a_graph_behind_kernels_that_write_the_residual(
     middle = up.out(m)
 
     def work() -> None:
-        total.copy_(source)
+        torch.mul(source, 1.0, out=total)
         for _ in range(2):
             up.launch(rms_norm(total, None, EPS), middle, tile)
             down.launch(middle, total, tile)
