@@ -161,7 +161,9 @@ def build_gpu_runner(
         with memory_for("capturing CUDA graphs", no_graphs, device):
             taken = capture_graphs(runner, resolved, progress)
         logger.info(
-            "CUDA graphs took %.2f GiB of the %.2f kept for them", taken / GIB, memory.graphs / GIB
+            "CUDA graphs of decode steps of up to %d requests, and of steps with prompts of up to %d "
+            "tokens, took %.2f GiB of the %.2f kept for them",
+            *(resolved.max_num_seqs, runner.token_sizes[-1], taken / GIB, memory.graphs / GIB),
         )
         memory.graphs = taken
     return runner, memory

@@ -14,7 +14,7 @@ ALIGNMENT = 4  # int32 numbers; 16 bytes, for vector loads
 
 
 class CapturedChunks:
-    """Device memory for the chunks of one step at a time.
+    """Device memory for the chunks of one step at a time. `max_items`: see PagedAttention.most_items.
 
     num_items  int32 [1] items of `work` that count
     rows       int32 [max_chunks] rows of the block table
@@ -44,7 +44,9 @@ class CapturedChunks:
 
 def pack(arrays: list[Int32Array], places: list[int]) -> Tensor:
     """Arrays behind each other in pinned memory, which torch uses again only once it has been copied from.
-    `places`: numbers to leave for each, at least the array's; of those beyond, the array's own, aligned."""
+
+    Array i gets room for `places[i]` numbers, at least its own; arrays beyond `places` for their own, aligned.
+    """
     sizes = [*places, *(aligned(array.size) for array in arrays[len(places) :])]
     host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
     values = host.numpy()

@@ -1,4 +1,4 @@
-"""Inputs of eager steps on a GPU, with a stand-in for the copy to it."""
+"""Inputs of steps on a GPU, with a stand-in for the copy to it."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 from engine.api.sampling import SamplingParams
 from engine.plan import RowInit, StepPlan
 from engine.runner import device_inputs
+from engine.runner.chunk_graphs import most_graph_tokens, padded_tokens, token_sizes
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.request_table import RequestTable
 
@@ -22,6 +23,59 @@ class HostStaging:
     def upload(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         assert sum(array.nbytes for array in arrays) <= self.num_bytes
         return [torch.from_numpy(array.copy()) for array in arrays]
+
+
+class NoEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(1, 1), (16, 16), (17, 17), (1, 95), (300, 8190)])
+def test_inputs_lie_where_a_captured_step_reads_them(
+    rows: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step at its limits: each row samples, and starts with as many blocks as fit into one copy."""
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    inputs = DeviceInputs(budget, rows, CPU)
+    lengths = np.full(rows, budget // rows, np.int32)
+    lengths[-1] += budget - lengths.sum()
+    num_blocks = (budget + rows) // rows
+    table = RequestTable(rows + 1, num_blocks, CPU)
+    table.block_table = table.block_table.clone()
+    tokens = np.arange(3, 3 + budget, dtype=np.int32)
+    plan = StepPlan(
+        step_id=1,
+        num_decodes=0,
+        rows=np.arange(1, rows + 1, dtype=np.int32),
+        num_tokens=lengths,
+        num_computed=np.zeros(rows, np.int32),
+        samples=np.ones(rows, np.bool_),
+        prompt_tokens=tokens,
+        new_rows=[
+            RowInit(row, SamplingParams(), tokens, len(tokens), 0, [row] * num_blocks)
+            for row in range(1, rows + 1)
+        ],
+        req_ids=[1] * rows,
+    )
+    table.apply(plan)
+    size = padded_tokens(budget, token_sizes(most_graph_tokens(budget, 1)))
+    assert budget <= size < budget + 16
+    made = inputs.make(plan, table, 16, size)
+    ids, positions, slots = inputs.tokens(size)
+    for part, place in (
+        (made.input_ids, ids),
+        (made.positions, positions),
+        (made.slot_mapping, slots),
+    ):
+        assert part.data_ptr() == place.data_ptr()
+        assert part.shape == place.shape == (size,)
+        assert not place[budget:].any(), "padding is token 0 at the reserved slot 0"
+    assert ids[:budget].tolist() == tokens.tolist()
+    assert made.logits_indices.tolist() == (np.cumsum(lengths) - 1).tolist()
+    assert torch.equal(table.block_table, torch.from_numpy(table.block_ids))
 
 
 @pytest.mark.parametrize("num_cached", [2, 60])
