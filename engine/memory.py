@@ -12,7 +12,7 @@ from engine.models.config import ModelConfig
 GIB = 2**30
 WORKSPACE_BYTES = GIB // 8  # see estimate_activations
 CAPTURE_WORKSPACE_BYTES = GIB * 5 // 32  # see estimate_graphs
-GRAPH_NODES_BYTES = 2**20
+GRAPH_NODES_BYTES = 2**20  # of a graph of 24 layers; deeper models' in proportion
 LARGEST_AUTO_BYTES = 4 * GIB  # beyond it a CPU is too slow to fill the cache
 
 
@@ -178,11 +178,12 @@ def estimate_graphs(
     Graphs of decode steps use one pool in turn, for what lives in a layer of `max_seqs` rows, and have
     one place for logits. Those of steps with prompt chunks have another pool, for up to `graph_tokens`
     tokens, and places for their hidden states and attention. Each kind's stream has workspaces of
-    libraries, and the driver keeps each graph's nodes (some 200 kernels) on the device.
+    libraries, and the driver keeps each graph's nodes (some 200 kernels for 24 layers) on the device.
     """
     values = (max_seqs + graph_tokens) * layer_width(model) + max_seqs * model.vocab_size
     values += graph_tokens * (model.hidden_size + model.num_heads * model.head_dim)
-    return values * dtype.itemsize + CAPTURE_WORKSPACE_BYTES + num_graphs * GRAPH_NODES_BYTES
+    nodes = num_graphs * GRAPH_NODES_BYTES * max(24, model.num_layers) // 24
+    return values * dtype.itemsize + CAPTURE_WORKSPACE_BYTES + nodes
 
 
 def layer_width(model: ModelConfig) -> int:

@@ -166,6 +166,8 @@ def test_the_reserve_for_graphs_follows_model_and_batch(model, hopper):
     assert reserve(wide) - reserve(model) == more, "the logits of all rows"
     sizes = len(graph_sizes(1024)) - len(graph_sizes(8))
     assert reserve(model) - small > sizes * 2**20
+    deep, graphs = replace(model, num_layers=80), len(graph_sizes(8))
+    assert reserve(deep, max_num_seqs=8) - small > graphs * 2**21, "nodes of 56 layers more"
 
 
 def test_graphs_pad_few_rows():
