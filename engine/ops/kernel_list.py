@@ -7,6 +7,7 @@ from engine.ops import (
     activation,
     copy_blocks,
     embed_tokens,
+    gated_gemm_sm90,
     logprobs_cuda,
     narrow_gemm,
     paged_attention_f32,
@@ -19,7 +20,6 @@ from engine.ops import (
     rope_and_cache,
     sample_cuda,
     skinny_gemm,
-    tall_gemm_sm90,
     wide_gemm_sm90,
 )
 from engine.ops.jit import KernelConfig, VariantSpec
@@ -28,6 +28,7 @@ OPS = (
     activation,
     copy_blocks,
     embed_tokens,
+    gated_gemm_sm90,
     logprobs_cuda,
     narrow_gemm,
     paged_attention_f32,
@@ -40,7 +41,6 @@ OPS = (
     rope_and_cache,
     sample_cuda,
     skinny_gemm,
-    tall_gemm_sm90,
     wide_gemm_sm90,
 )
 

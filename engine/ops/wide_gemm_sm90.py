@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 33  # of W, so that the kernel can count its elements in 32 bit
 
 # Where `linear` takes this kernel and not torch's library, whose product then has kernels in front and behind:
 # rows of x, and bytes of W from and to. Measured in chains of dependent launches and in decode steps on an H200.
-# Fewer rows are narrow_gemm's and skinny_gemm's.
+# Fewer rows are narrow_gemm's and skinny_gemm's, the last ones of a gated product gated_gemm_sm90's.
 MIB = 1 << 20
 CHOSEN = (
     (range(17, 65), range(MAX_BYTES)),

@@ -35,7 +35,6 @@ OPS = {
 
 
 OPTIONAL = {  # where their own CHOSEN says; compiled in tests of their own
-    "tall_gemm_sm90.cu",
     "wide_gemm_sm90.cu",
 }
 

@@ -14,11 +14,12 @@ from engine.layers.rope_config import RopeConfig
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.ops import (
     activation,
+    fused_product,
+    gated_gemm_sm90,
     jit,
     narrow_gemm,
     rms_norm,
     skinny_gemm,
-    tall_gemm_sm90,
     wide_gemm_sm90,
 )
 from engine.ops import linear as op
@@ -27,7 +28,7 @@ from tests.kernels.emulator import as_if_cuda, forget
 from tests.kernels.models import shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULES = (activation, narrow_gemm, rms_norm, skinny_gemm, tall_gemm_sm90, wide_gemm_sm90)
+MODULES = (activation, gated_gemm_sm90, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90)
 Launch = tuple[str, str, tuple[tuple[str, object], ...], int]
 
 
@@ -42,7 +43,7 @@ def chosen_afresh() -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
     """What launchers ask for, instead of launching it."""
-    for module in (tall_gemm_sm90, wide_gemm_sm90):
+    for module in (gated_gemm_sm90, wide_gemm_sm90):
         monkeypatch.setattr(module, "tensor_map", lambda tensor, box: None)
     asked: set[Launch] = set()
 
@@ -67,13 +68,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
 # --- the choice ---
 
 
-def chosen(m: int, w: Tensor, dtype: torch.dtype = BF16, is_surrounded: bool = True) -> str | None:
+def chosen(
+    m: int,
+    w: Tensor,
+    dtype: torch.dtype = BF16,
+    is_surrounded: bool = True,
+    is_gate_alone: bool = False,
+) -> str | None:
     x = as_if_cuda(torch.zeros(m, w.shape[1], dtype=dtype))
-    kernel = op.kernel_for(x, w, is_surrounded)
+    kernel = op.kernel_for(x, w, is_surrounded, is_gate_alone)
     return None if kernel is None else kernel.__name__
 
 
 SKINNY, NARROW, WIDE, LIBRARY = "skinny_gemm", "narrow_gemm", "wide_gemm_sm90", None
+GATED = "norm_and_gated_gemm"
 
 
 @pytest.mark.parametrize(
@@ -97,26 +105,84 @@ def test_each_number_of_rows_goes_where_it_is_fastest(
         assert chosen(m, w) == want, f"{m} rows"
         head = want if want == SKINNY else LIBRARY
         assert chosen(m, w, is_surrounded=False) == head, f"{m} rows"
-    assert op.kernel_for(torch.zeros(4, k, dtype=BF16), w, True) is None, "not on a CPU"
+    for m in (4, 300):
+        assert op.kernel_for(torch.zeros(m, k, dtype=BF16), w, True, True) is None, "not on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "kernels"),
+    [  # W of 17, 32, 224 and 259 MiB; from row to row
+        (9728, 896, {1: SKINNY, 4: NARROW, 17: WIDE, 241: GATED}),
+        (8192, 2048, {17: WIDE, 65: LIBRARY, 193: GATED}),
+        (28672, 4096, {17: WIDE, 193: GATED}),
+        (37888, 3584, {17: WIDE, 193: GATED}),
+    ],
+)
+def test_gated_products_of_many_rows_have_a_kernel(
+    n: int, k: int, kernels: dict[int, str | None]
+) -> None:
+    w = torch.empty(n, k, dtype=BF16)
+    want = None
+    for m in [*range(min(kernels), 300), 1024, 8192]:
+        want = kernels.get(m, want)
+        assert chosen(m, w, is_gate_alone=True) == want, f"{m} rows"
+    assert chosen(1024, torch.empty(n - 8, k, dtype=BF16), is_gate_alone=True) == LIBRARY
+    assert chosen(1024, torch.empty(n, k), FP32, is_gate_alone=True) == LIBRARY
+
+
+def test_who_norms_and_gates_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias goes to the library: gate and up are written, and a kernel gates them."""
+    w, bias, total = torch.randn(32, 64).to(BF16), torch.randn(32).to(BF16), torch.zeros(300, 32)
+    x = as_if_cuda(torch.randn(300, 64).to(BF16))
+    steps: list[str] = []
+
+    def step(name: str, result: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: object, **options: object) -> Tensor:
+            steps.append(name)
+            return as_if_cuda(result(*args, **options))
+
+        return run
+
+    norm = step("norm", lambda x, weight, eps: 2 * x)
+    gated = step("gated", lambda x, w, out: fused_product.reference(x, w, gated=True))
+    library = step("library", torch.nn.functional.linear)
+    gate = step("gate", lambda y, interleaved: y[:, :16])
+    monkeypatch.setattr(op, "rms_norm", norm)
+    monkeypatch.setattr(gated_gemm_sm90, "gated_gemm_sm90", gated)
+    monkeypatch.setattr(op, "F", SimpleNamespace(linear=library))
+    monkeypatch.setattr(op, "silu_and_mul", gate)
+    y = op.fused_linear(x, w, norm_eps=1e-6, gated=True)
+    assert torch.equal(y, fused_product.reference(2 * x, w, gated=True))
+    assert steps == ["norm", "gated"]
+    op.fused_linear(x, w, gated=True)
+    assert steps[2:] == ["gated"]
+    op.fused_linear(x, w, bias, norm_eps=1e-6, gated=True)
+    assert steps[3:] == ["norm", "library", "gate"]
+    op.fused_linear(x, w, norm_eps=1e-6)
+    assert steps[6:] == ["norm", "library"]
+    op.fused_linear(x, w, bias, residual=total.to(BF16))
+    assert steps[8:] == ["library"]
 
 
 def test_other_devices_have_a_kernel_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_gemm, "is_hopper", lambda index=None: False)
     other = narrow_gemm.Device(108, 163 << 10, has_clusters=False)
-    for module in (narrow_gemm, wide_gemm_sm90):
+    for module in (gated_gemm_sm90, narrow_gemm, wide_gemm_sm90):
         monkeypatch.setattr(module, "device_of", lambda index=None: other)
     for shape_of_w in ((9728, 896), (896, 4864), (4608, 3584)):
         w = torch.empty(shape_of_w, dtype=BF16)
         assert [m for m in range(1, 100) if chosen(m, w)] == list(range(1, 9))
         assert chosen(8, w) == SKINNY
+        assert chosen(300, w, is_gate_alone=True) == LIBRARY
 
 
 def test_what_our_kernels_cannot_read_goes_to_the_library() -> None:
     w = torch.zeros(64, 96, dtype=BF16)
-    for m in (4, 16, 50):
+    for m in (4, 16, 50, 300):
         odd = torch.zeros(m, 100, dtype=BF16)[:, 1:97]  # rows between multiples of 16 bytes
-        assert op.kernel_for(as_if_cuda(odd), w, True) is None
-        assert op.kernel_for(as_if_cuda(torch.zeros(m, 64, dtype=BF16)), w[:, :64], True) is None
+        assert op.kernel_for(as_if_cuda(odd), w, True, True) is None
+        x = as_if_cuda(torch.zeros(m, 64, dtype=BF16))
+        assert op.kernel_for(x, w[:, :64], True, True) is None
         assert chosen(m, w.float(), FP32) is None
         assert chosen(m, torch.zeros(64, 90, dtype=BF16)) is None
     assert chosen(16, torch.zeros(63, 96, dtype=BF16)) is None, "narrow_gemm stores pairs"
@@ -219,16 +285,17 @@ def test_products_of_many_rows_are_compiled_ahead(
 
     monkeypatch.setattr(op, "F", SimpleNamespace(linear=library))
     model = decoder(SHAPES[name], dtype)
-    for num_rows in (1, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 300):
+    for num_rows in (1, 17, 32, 33, 64, 65, 128, 129, 192, 193, 240, 241, 256, 300):
         run_products(model, num_rows, dtype)
-    for choice in ((), (tall_gemm_sm90.Shapes(m=range(257, 999)),)):
-        monkeypatch.setattr(tall_gemm_sm90, "CHOSEN", {"gated": choice, "other": choice})
-        for tile in tall_gemm_sm90.TILES:
-            monkeypatch.setattr(tall_gemm_sm90, "tile_for", lambda *product, tile=tile: tile)
-            run_products(model, 300, dtype)
+    for tile in gated_gemm_sm90.TILES:
+        monkeypatch.setattr(gated_gemm_sm90, "tile_for", lambda *product, tile=tile: tile)
+        run_products(model, 300, dtype)
+    gate_up = model.layers[0].gate_up
+    gate_up.bias = torch.empty(2 * model.spec.intermediate_size, dtype=dtype)
+    run_products(model, 300, dtype)  # the library's, and a kernel for the gate
     assert launched <= listed(SHAPES[name], dtype)
     unused = listed(SHAPES[name], dtype) - launched
-    assert not [spec for spec in unused if spec[0] in ("tall_gemm_sm90.cu", "wide_gemm_sm90.cu")]
+    assert not [spec for spec in unused if spec[0] in ("gated_gemm_sm90.cu", "wide_gemm_sm90.cu")]
     gates = [dict(defines) for source, _, defines, _ in launched if source == "activation.cu"]
     is_interleaved = dtype is not FP32 and name == "SmolLM2-135M"
     has_kernel = is_interleaved or dtype is FP32

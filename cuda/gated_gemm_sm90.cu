@@ -1,26 +1,21 @@
-// y = x W^T for many rows x, for Hopper, with what surrounds it in a decoder; the contract is in
-// engine/ops/tall_gemm_sm90.py.
+// silu(x G^T) * (x U^T) for many rows x, for Hopper; the contract is in engine/ops/gated_gemm_sm90.py.
 //
 // Blocks are persistent, one on an SM. A tile is 128 rows of x by TILE rows of W; one thread fetches chunks of
 // 64 columns of both through a ring of STAGES stages (TMA), on from tile to tile. Two warpgroups have a tile each and
-// take turns: one multiplies (wgmma; rows of x are M, rows of W are N) while the other stores what it has, and reads
-// what its next sums begin with.
+// take turns: one multiplies (wgmma; rows of x are M, rows of W are N) while the other applies gates and stores.
 //
 //   shared memory    x [128, 64]  W [TILE, 64]     STAGES times, each 128-byte swizzled
-//   warpgroup        sums [128, TILE] in registers, of which it stores as many outputs, GATED half as many
+//   warpgroup        sums [128, TILE] in registers, of which it stores half as many outputs
 //
-//       group 0   tile 0, products | outputs, addends  | tile 2, products  | outputs ...
-//       group 1   (its turn comes) | tile 1, products  | outputs, addends  | tile 3 ...
+//       group 0   tile 0, products | gates, outputs    | tile 2, products  | gates ...
+//       group 1   (its turn comes) | tile 1, products  | gates, outputs    | tile 3 ...
 //
-// RESIDUAL, sums begin with what is in `out`: no register waits for it during products.
-//
+// Rows of W are gate and up, interleaved by eights: neither is written, as a thread has both of an output.
 // Rows of x and W that do not exist, and columns beyond the last, arrive as zeros.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1
 //   -DTILE=n       rows of W: a multiple of 64, and a size of N in common/sm90.cuh
 //   -DSTAGES=n
-//   -DGATED=1      rows of W are gate and up, interleaved by eights: neither is written. Without bias
-//   -DRESIDUAL=1   the product is added to `out`
 #include "common/dtype.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/mma.cuh"
@@ -31,8 +26,7 @@ constexpr int CHUNK = 64;  // columns
 constexpr int GROUPS = 2;  // warpgroups that multiply
 constexpr int HEIGHTS = 2, ROWS = 64 * HEIGHTS;
 constexpr int X_BYTES = ROWS * 128, W_BYTES = TILE * 128, STAGE = X_BYTES + W_BYTES;
-constexpr int BLENDED = GATED ? 2 : 1;           // sums of an output
-constexpr int QUARTETS = TILE / (32 * BLENDED);  // 32 outputs each, of a row
+constexpr int QUARTETS = TILE / 64;  // 32 outputs each, of a row
 static_assert(TILE % 64 == 0 && TILE <= 256, "the lanes of a quad store one octet of outputs each");
 
 // Of a thread, while it computes and while it fetches: 64 KB of registers for all warpgroups.
@@ -125,87 +119,42 @@ DEV void produce(const Ring& ring, const Tiles& tiles, int num_chunks, const Ten
 // --- results ---
 
 struct Params {
-  scalar_t* out;         // [m, outputs]
-  const scalar_t* bias;  // [n] or null
+  scalar_t* out;  // [m, n / 2]
   int m, n;
   i64 out_stride;
 };
 
 // Of 64 rows of a tile, by a warpgroup. A lane has sums of rows g and g + 8 of its warp, columns 2 t and 2 t + 1 of all
-// octets; of four octets of outputs it reads and writes the t-th.
+// octets; of four octets of outputs it writes the t-th.
 struct Results {
   int rows_left, columns_left;
   scalar_t* first;
   DEV Results(const Params& p, const Tile& tile, int height) {
     const int row = tile.row + height * 64 + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7);
-    const int column = tile.w_row / BLENDED + 8 * (threadIdx.x & 3);
-    rows_left = p.m - row, columns_left = p.n / BLENDED - column;
+    const int column = tile.w_row / 2 + 8 * (threadIdx.x & 3);
+    rows_left = p.m - row, columns_left = p.n / 2 - column;
     first = p.out + row * p.out_stride + column;
   }
   DEV bool is_inside(int quartet, int lower) const { return 8 * lower < rows_left && 32 * quartet < columns_left; }
   DEV scalar_t* at(const Params& p, int quartet, int lower) const { return first + 8 * lower * p.out_stride + 32 * quartet; }
 };
 
-// What sums begin with: a tile of `out`. Before the turn comes: the compiler would move it down among the products.
-DEV void begin_with_residual(const Params& p, const Tile& tile, Sums& sums) {
-  uint4 there[HEIGHTS][QUARTETS][2];  // all on their way at once
-#pragma unroll
-  for (int h = 0; h < HEIGHTS; h++) {
-    const Results results(p, tile, h);
-#pragma unroll
-    for (int i = 0; i < QUARTETS; i++)
-#pragma unroll
-      for (int lower = 0; lower < 2; lower++) {
-        there[h][i][lower] = make_uint4(0, 0, 0, 0);
-        if (results.is_inside(i, lower)) there[h][i][lower] = load16(results.at(p, i, lower));
-      }
-  }
-#pragma unroll
-  for (int h = 0; h < HEIGHTS; h++)
-#pragma unroll
-    for (int i = 0; i < QUARTETS; i++)
-#pragma unroll
-      for (int lower = 0; lower < 2; lower++) {
-        const uint4& v = there[h][i][lower];
-        u32 words[4] = {v.x, v.y, v.z, v.w};
-        transpose_quad(words, threadIdx.x & 3);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          float* y = sums[h] + 4 * (4 * i + j) + 2 * lower;
-          unpack2(words[j], y[0], y[1]);
-        }
-      }
-#pragma unroll
-  for (int h = 0; h < HEIGHTS; h++) wgmma_results(sums[h]);
-}
-
 DEV float gated(float gate, float up) {
   constexpr float LOG2_E = 1.4426950408889634f;
   return gate * reciprocal_fast(1.f + exp2_fast(-LOG2_E * gate)) * up;
-}
-
-// Columns 2 t and 2 t + 1 of an octet of sums.
-DEV u32 bias_of(const Params& p, int column) {
-  column += 2 * (threadIdx.x & 3);
-  return !GATED && p.bias && column < p.n ? *(const u32*)(p.bias + column) : 0;
 }
 
 DEV void write(const Params& p, const Tile& tile, int height, const float (&sums)[TILE / 2]) {
   const Results results(p, tile, height);
 #pragma unroll
   for (int i = 0; i < QUARTETS; i++) {
-    u32 bias[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) bias[j] = bias_of(p, tile.w_row + 8 * (4 * i + j));
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
       u32 words[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float *y = sums + 4 * BLENDED * (4 * i + j) + 2 * lower, *up = y + 4 * (BLENDED - 1);
-        float b[2];
-        unpack2(bias[j], b[0], b[1]);
-        words[j] = GATED ? pack2(gated(y[0], up[0]), gated(y[1], up[1])) : pack2(y[0] + b[0], y[1] + b[1]);
+        const float *gate = sums + 8 * (4 * i + j) + 2 * lower, *up = gate + 4;
+        words[j] = pack2(gated(gate[0], up[0]), gated(gate[1], up[1]));
       }
       transpose_quad(words, threadIdx.x & 3);
       if (results.is_inside(i, lower))
@@ -226,7 +175,6 @@ DEV void consume(const Params& p, const Ring& ring, const Tiles& tiles, int num_
   for (int number = group; number < tiles.count; number += GROUPS) {
     const Tile tile = tiles.at(number);
     Sums sums;
-    if (RESIDUAL) begin_with_residual(p, tile, sums);
     u32 before = 0;  // the stage of the chunk before
     Place place(number * num_chunks);
     take_turn();  // not to mistake an earlier round's parity for this one's, too: every chunk before has arrived
@@ -238,7 +186,7 @@ DEV void consume(const Params& p, const Ring& ring, const Tiles& tiles, int num_
       for (int k = 0; k < CHUNK / 16; k++)
 #pragma unroll
         for (int h = 0; h < HEIGHTS; h++)
-          wgmma_ss(sums[h], descriptor_k_major(x + h * 64 * 128 + k * 32), descriptor_k_major(w + k * 32), RESIDUAL || chunk > 0 || k > 0);
+          wgmma_ss(sums[h], descriptor_k_major(x + h * 64 * 128 + k * 32), descriptor_k_major(w + k * 32), chunk > 0 || k > 0);
       wgmma_commit();
       wgmma_wait<1>();
       if (chunk > 0) release(before);
@@ -252,18 +200,17 @@ DEV void consume(const Params& p, const Ring& ring, const Tiles& tiles, int num_
     release(before);
     // Never so. The assembler moves the release down through straight-line code, behind the gates; with more sums
     // than these it lacks the registers to keep it here.
-    if (GATED && TILE <= 128 && p.m < 0) __trap();
+    if (TILE <= 128 && p.m < 0) __trap();
 #pragma unroll
     for (int h = 0; h < HEIGHTS; h++) write(p, tile, h, sums[h]);
   }
   if (group == tiles.count % GROUPS) take_turn();  // the last one passed, so that no barrier stays half full
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) tall_gemm_sm90(
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) gated_gemm_sm90(
     const __grid_constant__ TensorMap w_map,  // [n, k], box [TILE, CHUNK]
     const __grid_constant__ TensorMap x_map,  // [m, k], box [ROWS, CHUNK]
-    scalar_t* out,                            // [m, n], GATED: [m, n / 2]; rows at multiples of 16 bytes
-    const scalar_t* bias,                     // [n] at a multiple of 4 bytes, or null
+    scalar_t* out,                            // [m, n / 2], rows at multiples of 16 bytes
     int m, int n, int k, int out_stride,
     int band)                                 // heights of tiles, see Tiles
 {
@@ -287,6 +234,6 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) tall_gemm_sm
     registers_take<REGISTERS>();
     grid_dependency_wait();  // the kernel before this one may read or write out
     grid_dependency_launch();
-    consume({out, bias, m, n, out_stride}, ring, tiles, num_chunks, group);
+    consume({out, m, n, out_stride}, ring, tiles, num_chunks, group);
   }
 }
