@@ -109,18 +109,17 @@ def fastest(
     """For x [m, k] and W [n, k]; None: torch's library.
 
     `is_surrounded`: there is a norm, a gate or a residual. A product with nothing around it is a model's
-    head: to read its large W for more than 8 rows, the library takes no longer, and for 16 rows of a gigabyte
-    0.2 ms less than narrow_gemm.
+    head, mostly: to read its large W for more than a few rows, the library takes no longer.
 
     `is_gate_alone`: gated, without bias and residual, with or without a norm. Such products of many rows
     are gated_gemm_sm90's, which has a kernel for the norm in front: it comes after the kernels for few rows,
     which norm on the way, but for the last rows of wide_gemm_sm90's."""
     if skinny.is_chosen(m, n, k, dtype, device):
         return skinny.skinny_gemm
-    if not is_surrounded:
-        return None
     if narrow.is_chosen(m, n, k, dtype, device):
         return narrow.narrow_gemm
+    if not is_surrounded:
+        return None
     takes_gate = is_gate_alone and gated_gemm.is_chosen(m, n, k, dtype, device)
     is_wide = wide.is_chosen(m, n, k, dtype, device)
     if takes_gate and (not is_wide or m >= FEWEST_ROWS_BEFORE_WIDE):

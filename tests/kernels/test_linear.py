@@ -103,7 +103,7 @@ def test_each_number_of_rows_goes_where_it_is_fastest(
     for m in range(1, 300):
         want = kernels.get(m, want)
         assert chosen(m, w) == want, f"{m} rows"
-        head = want if want == SKINNY else LIBRARY
+        head = want if want in (SKINNY, NARROW) else LIBRARY
         assert chosen(m, w, is_surrounded=False) == head, f"{m} rows"
     for m in (4, 300):
         assert op.kernel_for(torch.zeros(m, k, dtype=BF16), w, True, True) is None, "not on a CPU"
