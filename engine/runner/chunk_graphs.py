@@ -35,7 +35,7 @@ def most_graph_tokens(max_tokens: int, num_weights: int) -> int:
 
 
 def token_sizes(most: int) -> list[int]:
-    """Numbers of tokens that steps are padded to, `most` the last: steps of an eighth or less from 256 on."""
+    """Numbers of tokens that steps are padded to, `most` the last: 16 to 64 apart, from 1,024 on an eighth."""
     sizes = [16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
     for low in range(10, most.bit_length()):  # 1,024 to 2,048, and so on
         sizes += range((1 << low) * 9 // 8, (2 << low) + 1, 1 << (low - 3))
