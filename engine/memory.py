@@ -116,19 +116,21 @@ class GpuMemory:
     is_predicted: bool = False
 
     def for_cache(self, config: EngineConfig) -> int:
-        """Bytes left for the KV cache; notes the reserve. Raises ConfigError (75) if there are none."""
+        """Bytes left for the KV cache; notes the reserve. Raises ConfigError (75) if there are none, but not
+        where --num-blocks says how many to take: others may then hold more than the share."""
         share = config.gpu_memory_utilization
         allowed = int(self.total * share)
         left = allowed - self.others - self.weights - self.activations - self.sampling_tables
         left -= self.graphs
-        if left <= 0:
+        if left <= 0 and not config.num_blocks:
             raise ConfigError(
                 f"no memory is left for the KV cache: --gpu-memory-utilization {share:g} of "
                 f"{self.total / GIB:.1f} GiB allows {allowed / GIB:.1f}, but others hold "
                 f"{self.others / GIB:.1f}, weights {self.weights / GIB:.1f}, a full step "
                 f"{self.activations / GIB:.1f}, CUDA graphs {self.graphs / GIB:.1f} and sampling tables "
                 f"{self.sampling_tables / GIB:.1f}; "
-                "raise it, lower --max-num-batched-tokens or --max-num-seqs, or free the GPU",
+                "raise it, lower --max-num-batched-tokens or --max-num-seqs, give --num-blocks, or free "
+                "the GPU",
                 exit_code=75,
             )
         self.reserve = self.total - allowed
@@ -145,10 +147,14 @@ class GpuMemory:
             ("KV cache", self.kv_cache),
             ("sampling tables (kept free until needed)", self.sampling_tables),
             (f"CUDA graphs{' (estimate)' if self.is_predicted else ''}", self.graphs),
-            ("left free (--gpu-memory-utilization)", self.reserve),
         ]
-        used = sum(size for _, size in named)
-        return [*named, ("unaccounted", self.total - used)]
+        rest = self.total - sum(size for _, size in named)
+        reserve = max(0, min(self.reserve, rest))  # less, if --num-blocks took of it
+        return [
+            *named,
+            ("left free (--gpu-memory-utilization)", reserve),
+            ("unaccounted", rest - reserve),
+        ]
 
     def lines(self) -> list[str]:
         """`rows` for people, with their sum."""

@@ -47,7 +47,7 @@ def predict_gpu(
         graphs=graph_reserve(config, model, r, weights),
         is_predicted=True,
     )
-    decide_num_blocks(r, sized, model, gpu_bytes=memory.for_cache(config))
+    decide_num_blocks(r, sized, model, gpu_bytes=memory.for_cache(sized))
     memory.kv_cache = r.num_blocks * r.block_bytes
     return [*decisions(r), *(("gpu memory", line) for line in memory.lines())]
 

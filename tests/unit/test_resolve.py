@@ -209,6 +209,25 @@ def test_soft_caps_of_a_model_select_its_kernels(model):
     assert len(specs) == len(kernel_specs(plain))
 
 
+def test_blocks_that_were_asked_for_need_no_share_of_memory():
+    """Two servers on one GPU: each takes what it was told, if it is free (`check_cache_fits`)."""
+    asked, automatic = EngineConfig(num_blocks=64), EngineConfig()
+    memory = GpuMemory(1000, others=700, weights=150, activations=40, graphs=30)
+    with pytest.raises(ConfigError, match="give --num-blocks"):
+        memory.for_cache(automatic)
+    assert memory.for_cache(asked) == 900 - 700 - 150 - 40 - 30
+    memory.kv_cache = 60
+    rows = dict(memory.rows())
+    assert rows["left free (--gpu-memory-utilization)"] == 20, (
+        "the others and the cache took the rest"
+    )
+    assert rows["unaccounted"] == 0
+    assert sum(rows.values()) == memory.total
+    alone = GpuMemory(1000, others=10, weights=150, activations=40)
+    assert alone.for_cache(asked) == alone.for_cache(automatic) == 700
+    assert dict(alone.rows())["left free (--gpu-memory-utilization)"] == 100
+
+
 def test_the_account_of_a_gpus_memory_sums_to_the_whole():
     memory = GpuMemory(1000, 10, 300, 50, kv_cache=400, graphs=7, reserve=100, sampling_tables=20)
     rows = dict(memory.rows())
