@@ -10,7 +10,6 @@ which lengths, is read from device memory. The host would launch some 200 kernel
 take the GPU longer than that are not captured.
 """
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.base import GraphAttention, StepInputs
 from engine.models.base import Model
-from engine.ops import jit
+from engine.runner.capture import capture_graphs
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.request_table import RequestTable
 
@@ -92,24 +91,7 @@ class ChunkGraphs:
         for part in self.device_inputs.tokens(self.sizes[-1]):
             part.zero_()  # an earlier step's inputs lie elsewhere: as ids they could be anything
         torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        gc.collect()
-        gc.disable()  # the end of some other graph, found in the middle, would invalidate a capture
-        try:
-            pool = None
-            for done, size in enumerate(reversed(self.sizes)):
-                progress(done / len(self.sizes), f"{size} tokens")
-                with torch.cuda.stream(stream):
-                    self.body(size)  # brings cuBLAS workspaces and kernels not loaded yet
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream), jit.dependent_launches():
-                    self.body(size)
-                pool = graph.pool()
-                self.graphs[size] = graph
-        finally:
-            gc.enable()
-        torch.cuda.synchronize()
+        self.graphs = capture_graphs(self.body, self.sizes, progress, "{} tokens")
 
     def body(self, size: int) -> None:
         """From the inputs' places to `results`."""

@@ -14,7 +14,6 @@ the graph's size are the dummy row 0. Graphs are captured largest first, so that
 into the memory of the first.
 """
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from torch import Tensor
 
 from engine.attention.base import GraphAttention, StepInputs
 from engine.models.base import Model
-from engine.ops import jit
 from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
 from engine.ops.sample_cuda import SamplingClass
 from engine.plan import StepPlan
+from engine.runner.capture import capture_graphs
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.request_table import RequestTable, table_updates
 from engine.runner.step_memory import SlotSample, StepMemory
@@ -112,31 +111,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[float, str], None]) -> None:
         """Capture all sizes. Before it, one eager decode step must have run (kernels loaded)."""
-        stream = torch.cuda.Stream()
-        gc.collect()
-        gc.disable()  # the end of some other graph, found in the middle, would invalidate a capture
-        try:
-            self.capture_sizes(stream, progress)
-        finally:
-            gc.enable()
-        torch.cuda.synchronize()
-
-    def capture_sizes(
-        self, stream: torch.cuda.Stream, progress: Callable[[float, str], None]
-    ) -> None:
-        pool = None
-        for done, size in enumerate(reversed(self.sizes)):
-            progress(done / len(self.sizes), f"batch {size}")
-            with torch.cuda.stream(stream):
-                logits = self.body(size)  # cuBLAS workspaces and lazily loaded kernels
-                if self.logits is None:  # the largest size is the first
-                    self.logits = logits
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream), jit.dependent_launches():
-                self.body(size)
-            pool = graph.pool()
-            self.graphs[size] = graph
+        self.graphs = capture_graphs(self.body, self.sizes, progress, "batch {}")
 
     def body(self, size: int) -> Tensor:
         """From `staged` to logits, and to the tokens in `memory`."""
@@ -153,6 +128,8 @@ class DecodeGraphs:
         hidden = self.model.forward(inputs, self.attention)
         out = None if self.logits is None else self.logits[:size]
         logits = self.model.logits(hidden, out)
+        if self.logits is None:  # the largest size is the first
+            self.logits = logits
         self.sampler.sample_on_device(
             logits,
             self.inputs.rows[:size],

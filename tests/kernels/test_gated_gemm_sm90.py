@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.ops import fused_product, jit, nvrtc
 from engine.ops import gated_gemm_sm90 as op
@@ -17,6 +16,7 @@ from engine.ops.narrow_gemm import Device
 from tests.kernels import emulator
 from tests.kernels.emulator import as_if_cuda, emulated, emulated_map
 from tests.kernels.models import MODELS
+from tests.kernels.test_wide_gemm_sm90 import assert_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOPPER = Device(132, 227 * 1024, has_clusters=True)
@@ -48,16 +48,6 @@ def run_by(schedule: str, stages: int | None, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(op, "variant", changed)
     op.load.cache_clear()
-
-
-def assert_close(got: Tensor, want: Tensor) -> None:
-    """`want`: in float32. What rounding to got's dtype costs, of the number or of the typical one of its row, is
-    half an eps; sums in another order and fast functions of the gate are far below the other half."""
-    typical = want.pow(2).mean(1, keepdim=True).sqrt()
-    limit = torch.finfo(got.dtype).eps * torch.maximum(want.abs(), typical)
-    error = (got.float() - want).abs()
-    worst = divmod(int((error / limit).nan_to_num(torch.inf).argmax()), got.shape[1])
-    assert (error <= limit).all(), f"{got[worst]} instead of {want[worst]} at {worst}"
 
 
 # Rows, rows of W and columns that fit no tile; few SMs have several tiles each, in bands. With two stages, the
