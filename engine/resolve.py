@@ -267,11 +267,12 @@ def decide_num_blocks(
     model: ModelConfig,
     gpu_bytes: int | None = None,
     to_load: int = 0,
+    free: int | None = None,
 ) -> None:
     """Size the KV cache from the memory that is left once weights are loaded.
 
     `gpu_bytes`: what a GPU has left for it (`GpuMemory.for_cache`). `to_load`: bytes of a CPU's memory
-    that weights will take, for a prediction.
+    that weights will take, and `free`: bytes that a device which need not be here has left, for predictions.
 
     Shrinks max_model_len if it was `auto`; raises ConfigError (75) if a request of the asked length
     cannot fit, or if the cache that was asked for exceeds the memory that is free.
@@ -288,7 +289,7 @@ def decide_num_blocks(
         memory, reason = kv_memory_bytes(config.kv_cache_gib, to_load)
         usable = memory // r.block_bytes
     if config.num_blocks or (config.kv_cache_gib and not r.is_gpu):
-        check_cache_fits(r, config, usable)
+        check_cache_fits(r, config, usable, free)
     largest = usable * r.block_size
     if r.max_model_len > largest:
         if parse_length(config.max_model_len) is not None or largest < 2 * r.block_size:
@@ -297,10 +298,12 @@ def decide_num_blocks(
     r.set("num_blocks", usable + 1, reason)
 
 
-def check_cache_fits(r: Resolved, config: EngineConfig, usable: int) -> None:
-    """Refuse a cache that was asked for by size, but that the machine has no memory for now."""
+def check_cache_fits(r: Resolved, config: EngineConfig, usable: int, free: int | None) -> None:
+    """Refuse a cache that was asked for by size, but that the machine has no memory for now. `free`: None to
+    find out."""
     needed = (usable + 1) * r.block_bytes  # with the reserved block 0
-    free = torch.cuda.mem_get_info(r.device)[0] if r.is_gpu else available_memory_bytes()
+    if free is None:
+        free = torch.cuda.mem_get_info(r.device)[0] if r.is_gpu else available_memory_bytes()
     if needed <= free:
         return
     if config.num_blocks:
@@ -323,10 +326,11 @@ def too_small(r: Resolved, config: EngineConfig, usable: int, largest: int) -> s
         remedy = "a higher --gpu-memory-utilization"
     else:
         remedy = f"--kv-cache-gib {math.ceil(blocks * r.block_bytes / GIB * 100) / 100:.2f}"
+    shorter = f"--max-model-len {largest} or " if largest else ""
     return (
-        f"one sequence of {r.max_model_len} tokens needs {blocks * r.block_bytes / GIB:.3f} GiB of KV "
-        f"cache, {usable * r.block_bytes / GIB:.3f} GiB ({usable} blocks) are available; fits with "
-        f"--max-model-len {max(largest, r.block_size)} or {remedy}"
+        f"one sequence of {r.max_model_len} tokens needs {blocks * r.block_bytes / GIB:.3f} GiB "
+        f"({blocks} blocks) of KV cache, {usable * r.block_bytes / GIB:.3f} GiB ({usable} blocks) are "
+        f"available; fits with {shorter}{remedy}"
     )
 
 

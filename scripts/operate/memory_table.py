@@ -32,9 +32,7 @@ def predict_gpu(
     config: EngineConfig, model: ModelConfig, total: int, others: int = CONTEXT_BYTES
 ) -> Rows:
     """The table of a GPU with `total` bytes. Raises ConfigError as the start would."""
-    sized = dataclasses.replace(
-        config, block_size=config.block_size or HOPPER_BLOCK_SIZE, num_blocks=0
-    )
+    sized = dataclasses.replace(config, block_size=config.block_size or HOPPER_BLOCK_SIZE)
     r = resolve(sized, model, elsewhere=torch.device("cuda", 0), elsewhere_bytes=total)
     check_kernels_fit(model, r)
     weights = weight_bytes(model, r.dtype)
@@ -47,7 +45,8 @@ def predict_gpu(
         graphs=graph_reserve(config, model, r, weights),
         is_predicted=True,
     )
-    decide_num_blocks(r, sized, model, gpu_bytes=memory.for_cache(sized))
+    free = total - others - weights
+    decide_num_blocks(r, sized, model, gpu_bytes=memory.for_cache(sized), free=free)
     memory.kv_cache = r.num_blocks * r.block_bytes
     return [*decisions(r), *(("gpu memory", line) for line in memory.lines())]
 

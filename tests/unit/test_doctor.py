@@ -135,6 +135,24 @@ def test_a_gpu_is_predicted_without_one(model: str) -> None:
     assert dict(rows)["max num seqs"].startswith("256 (auto: ")
 
 
+def test_blocks_that_are_asked_for_are_predicted(model: str) -> None:
+    """As a start takes them: whatever the share says, if they fit."""
+    shape = ModelConfig.from_directory(model)
+
+    def predicted(**settings: object) -> str:
+        config = EngineConfig(model=model, max_model_len="512", **settings)  # type: ignore[arg-type]
+        return "\n".join(value for _, value in predict_gpu(config, shape, 24 * GIB))
+
+    assert "= 100 blocks of 64 = 6400 tokens (flag)" in predicted(num_blocks=100)
+    assert "= 100 blocks of 64 = 6400 tokens (flag)" in predicted(
+        num_blocks=100, gpu_memory_utilization=0.01
+    )
+    with pytest.raises(ConfigError, match=r"--num-blocks 9000000: .* are free beside the weights"):
+        predicted(num_blocks=9_000_000)
+    with pytest.raises(ConfigError, match=r"one sequence of 512 .* --num-blocks 8"):
+        predicted(num_blocks=4)
+
+
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     own = installation.installed_version("msgspec")

@@ -233,3 +233,10 @@ def test_the_account_of_a_gpus_memory_sums_to_the_whole():
     rows = dict(memory.rows())
     assert sum(rows.values()) == 1000
     assert rows["unaccounted"] == 1000 - 10 - 300 - 50 - 400 - 7 - 100 - 20
+
+
+def test_a_cache_without_a_block_is_not_answered_by_a_length(model):
+    config = EngineConfig(device="cpu", kv_cache_gib=1e-9, max_model_len="16")
+    resolved = resolve(config, model)
+    with pytest.raises(ConfigError, match=r"\(0 blocks\) are available; fits with --kv-cache-gib"):
+        decide_num_blocks(resolved, config, model)
