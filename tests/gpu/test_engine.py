@@ -394,16 +394,21 @@ def test_required_kernels_must_be_in_the_cache(tiny, tmp_path, monkeypatch):
     assert caught.value.exit_code == 75
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_constraints_on_the_device(tiny, enforce_eager):
-    """Masks of grammars, allowed ids and bad words, overlapped and in sequence, in a mixed batch."""
+def test_constraints_on_the_device(tiny, enforce_eager, dtype):
+    """Masks of grammars, allowed ids and bad words, overlapped and in sequence, in a mixed batch.
+
+    Overlapped, rows wait for their masks while others go on, so batches differ, and with them the last bits
+    of bfloat16 logits: equal draws are asked of float32 only.
+    """
     model = tiny("llama")
     vocabulary = Vocabulary(transformers.AutoTokenizer.from_pretrained(model), 512)
     pieces, special = vocabulary.everything.pieces, sorted(vocabulary.special_ids)
     regex = StructuredOutput("regex", "[a-f]{3,20}-[0-9]{3}")
     outcomes = []
     for overlap in ("on", "off"):
-        harness = build(model, overlap=overlap, enforce_eager=enforce_eager)
+        harness = build(model, overlap=overlap, enforce_eager=enforce_eager, dtype=dtype)
         harness.loop.take([TokenPieces(pieces=pieces, special_ids=special)])
         for i, prompt in enumerate(prompts(16, seed=3, high=60)):
             constraint = (
@@ -424,4 +429,4 @@ def test_constraints_on_the_device(tiny, enforce_eager):
             assert min(results[i + 2].token_ids) >= 300
             assert results[i + 3].finish is FinishReason.LENGTH
         assert harness.loop.nan_events == 0
-    assert outcomes[0] == outcomes[1]
+    assert dtype == "bfloat16" or outcomes[0] == outcomes[1]
