@@ -33,6 +33,7 @@ from tests.server.fake_backend import FakeBackend
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
+START_S = 240.0  # the first start on a GPU compiles kernels; a server that ends is noticed at once
 
 
 @dataclass
@@ -140,11 +141,25 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(model_dir: str | Path, *flags: str, wait_s: float = 60.0) -> Iterator[LiveServer]:
-    """Start the three real processes on `model_dir`, wait for /ready, and end them at the exit."""
+def live_server(model_dir: str | Path, *flags: str) -> Iterator[LiveServer]:
+    """Start the three real processes on `model_dir`, wait for /ready, and end them at the exit.
+
+    `flags` must have --num-blocks: by itself a server takes most of a GPU, and here several share one.
+    """
+    assert "--num-blocks" in flags
     with spawned(str(model_dir), *flags) as server:
-        wait_for(server, "/ready", wait_s)
+        wait_for(server, "/ready", START_S)
         yield server
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """A process that stands still meanwhile: however fast an engine is, its requests do not end."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -20,6 +20,15 @@ from tokenizer_proc.prepare import PreparedRequest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "batch.py"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SMALL = (
+    "--dtype",
+    "float32",
+    "--num-blocks",
+    "400",
+    "--max-num-batched-tokens",
+    "64",
+)  # on a GPU, too
+SMALL += ("--max-num-seqs", "4")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,8 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(model: str, source: Path, target: Path, *flags: str) -> int:
-    return batch.main(["-i", str(source), "-o", str(target), model, "--log-level", "error", *flags])
+    files = ["-i", str(source), "-o", str(target)]
+    return batch.main([*files, model, "--log-level", "error", *SMALL, *flags])
 
 
 def body_of(answer: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +157,7 @@ def test_ctrl_c_keeps_what_was_answered(model: str, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = [sys.executable, str(SCRIPT), "-i", str(source), "-o", str(target), model]
     process = subprocess.Popen(
-        [*command, "--max-num-seqs", "4"], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, *SMALL], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )  # fmt: skip
     try:
         while not target.exists() or target.stat().st_size == 0:

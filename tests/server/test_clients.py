@@ -13,7 +13,7 @@ from tests.server.conftest import live_server
 
 FLAGS = [
     "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "4", "--num-blocks", "800",
-    "--served-model-name", "tiny", "--tool-call-parser", "hermes",
+    "--max-num-batched-tokens", "512", "--served-model-name", "tiny", "--tool-call-parser", "hermes",
 ]  # fmt: skip
 USER = [{"role": "user", "content": "Where is it warm?"}]
 
@@ -68,7 +68,9 @@ def test_the_stream_helper_accumulates_what_the_whole_answer_is(client) -> None:
     whole = client.chat.completions.create(**body)
     assert {"chunk", "content.delta", "content.done"} <= kinds
     assert final.choices[0].message.content == whole.choices[0].message.content
-    assert final.choices[0].logprobs == whole.choices[0].logprobs
+    found, wanted = (one.choices[0].logprobs.content for one in (final, whole))
+    assert [entry.token for entry in found] == [entry.token for entry in wanted]
+    assert [e.logprob for e in found] == pytest.approx([e.logprob for e in wanted], abs=1e-3)
 
 
 def test_the_stream_helper_parses_structured_answers(client) -> None:
@@ -146,7 +148,7 @@ def test_scoring_as_evaluation_harnesses_do(client) -> None:
     )
     scored = answer.choices[1].logprobs.token_logprobs
     assert one.choices[0].logprobs.token_logprobs[1 : len(scored)] == pytest.approx(
-        scored[1:], abs=1e-4
+        scored[1:], abs=1e-3
     )
 
 

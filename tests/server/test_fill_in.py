@@ -13,6 +13,7 @@ from tests.server.conftest import live_server
 
 PREFIX, SUFFIX, MIDDLE = MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 FLAGS = ["--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "4", "--num-blocks", "64"]
+FLAGS += ["--max-num-batched-tokens", "512"]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from tests.server.conftest import live_server, running_site
 
 FLAGS = [
     "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "16", "--num-blocks", "2000",
-    "--served-model-name", "tiny", "--tool-call-parser", "hermes", "--max-body-size", "1000000",
+    "--max-num-batched-tokens", "512", "--served-model-name", "tiny", "--tool-call-parser", "hermes",
+    "--max-body-size", "1000000",
 ]  # fmt: skip
 NUM = 600
 

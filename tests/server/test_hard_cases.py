@@ -13,7 +13,8 @@ from tests.server.conftest import LiveServer, live_server
 
 FLAGS = [
     "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "8", "--block-size", "16",
-    "--num-blocks", "28", "--admission", "greedy", "--served-model-name", "tiny",
+    "--num-blocks", "28", "--admission", "greedy", "--max-num-batched-tokens", "512",
+    "--served-model-name", "tiny",
 ]  # fmt: skip
 SEVERAL_EOS = [2, 5, 9]
 STRICT_TEMPLATE = """

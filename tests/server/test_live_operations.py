@@ -16,13 +16,13 @@ import pytest
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.processes import children_of
 from tests.server import certificates
-from tests.server.conftest import LiveServer, spawned
+from tests.server.conftest import START_S, LiveServer, spawned
 from tests.waiting import wait_until
 
 USER, ADMIN = "user-key", "admin-key"
 FLAGS = (
     "--dtype", "float32", "--cpu-threads", "1", "--max-model-len", "256", "--num-blocks", "64",
-    "--block-size", "8", "--served-model-name", "tiny", "--host", "localhost",
+    "--block-size", "16", "--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--served-model-name", "tiny", "--host", "localhost",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def server(folder: Path) -> Iterator[LiveServer]:
     )  # fmt: skip
     with spawned(model, *flags, env={"SLUICE_API_KEY": USER}) as running:
         running.url = running.url.replace("http://127.0.0.1", "https://localhost")
-        wait_until(lambda: is_ready(running), 60, running.log.read_text)
+        wait_until(lambda: is_ready(running), START_S, running.log.read_text)
         yield running
 
 

@@ -14,12 +14,21 @@ import pytest
 from server.processes import DEFAULTS
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.processes import children_of, is_alive
-from tests.server.conftest import LiveServer, live_server, read_events, spawned, wait_for
+from tests.server.conftest import (
+    START_S,
+    LiveServer,
+    live_server,
+    paused,
+    read_events,
+    spawned,
+    wait_for,
+)
 from tests.waiting import eventually
 
 FLAGS = [
     "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "4",
-    "--max-num-batched-tokens", "64", "--num-blocks", "2000", "--served-model-name", "tiny",
+    "--max-num-batched-tokens", "64", "--block-size", "16", "--num-blocks", "2000",
+    "--served-model-name", "tiny",
 ]  # fmt: skip
 FOREVER = {"max_tokens": 20_000, "ignore_eos": True, "temperature": 1.0}
 
@@ -247,13 +256,14 @@ async def test_sigterm_lets_running_streams_finish_and_refuses_new_requests(mode
     with live_server(model, *FLAGS) as server:
         async with aiohttp.ClientSession() as session:
             stream = await open_stream(session, server, max_tokens=1500)
-            server.process.send_signal(signal.SIGTERM)
-            await eventually(lambda: server.get("/ready")[0] == 503, 2, "/ready stays 200")
-            url = f"{server.url}/v1/completions"
-            async with session.post(url, json={"prompt": "b"}) as refused:
-                assert refused.status == 503
-                assert (await refused.json())["error"]["code"] == "draining"
-                assert int(refused.headers["Retry-After"]) >= 1
+            with paused(child_named(server, "engine")):
+                server.process.send_signal(signal.SIGTERM)
+                await eventually(lambda: server.get("/ready")[0] == 503, 2, "/ready stays 200")
+                url = f"{server.url}/v1/completions"
+                async with session.post(url, json={"prompt": "b"}) as refused:
+                    assert refused.status == 503
+                    assert (await refused.json())["error"]["code"] == "draining"
+                    assert int(refused.headers["Retry-After"]) >= 1
             rest = (await stream.read()).decode()
         assert rest.endswith("data: [DONE]\n\n")
         assert '"finish_reason":"length"' in rest
@@ -311,7 +321,7 @@ async def test_the_port_answers_while_weights_load(model):
         assert server.get("/ready")[0] == 503 or time.monotonic() - started > 1
         body = json.loads(server.get("/ready")[1])
         assert body.get("phase") or body["status"] == "ok"
-        wait_for(server, "/ready", 60)
+        wait_for(server, "/ready", START_S)
 
 
 def test_an_idle_server_uses_no_core(server):

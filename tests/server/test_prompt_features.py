@@ -18,6 +18,7 @@ from tests.engine_cpu.tiny_models import make_tiny
 from tests.server.conftest import LiveServer, live_server
 
 MODEL_LEN = 128
+ATOL = 1e-3  # of log-probabilities: processors add in different orders
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "The capital of France 🙂 über"
 MESSAGES = [{"role": "user", "content": "Say something, please."}]
@@ -32,6 +33,7 @@ def model_dir(tmp_path_factory):
 def server(model_dir):
     flags = ["--served-model-name", "tiny", "--max-model-len", str(MODEL_LEN), "--dtype", "float32"]
     flags += ["--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--cpu-threads", "1"]
+    flags += ["--block-size", "16", "--num-blocks", "200"]
     with live_server(model_dir, *flags) as server:
         yield server
 
@@ -118,7 +120,7 @@ async def client(server) -> AsyncIterator[Client]:
 def close(value: Any) -> Any:
     """The value with its fractions approximate: a cached prefix was computed in other chunks."""
     if isinstance(value, float):
-        return pytest.approx(value, abs=1e-3)
+        return pytest.approx(value, abs=ATOL)
     if isinstance(value, dict):
         return {name: close(entry) for name, entry in value.items()}
     return [close(entry) for entry in value] if isinstance(value, list) else value
@@ -210,12 +212,12 @@ async def test_echo_scores_the_prompt(client, reference, tokenizer, length, max_
     expected = reference(ids) if length > 1 else np.zeros((0, 1))
     found = lists["token_logprobs"][1:length]
     np.testing.assert_allclose(
-        found, [row[i] for row, i in zip(expected, ids[1:], strict=True)], atol=2e-4
+        found, [row[i] for row, i in zip(expected, ids[1:], strict=True)], atol=ATOL
     )
     if length < MODEL_LEN:
         by_id = (await prompt_values(client, ids, 10))[1:]
         for value, entries, token in zip(found, by_id, ids[1:], strict=True):
-            assert entries[str(token)]["logprob"] == value
+            assert entries[str(token)]["logprob"] == close(value)
     choices, usage = await client.streamed(TEXT, **body)
     assert choices[0]["text"] == choice["text"]
     assert choices[0]["logprobs"] == close(lists)
@@ -251,7 +253,7 @@ async def test_log_likelihood_as_evaluation_harnesses_take_it(client, reference)
             tops = choice["logprobs"]["top_logprobs"][len(context) : end]
             rows, tokens = reference(prompt)[len(context) - 1 :], prompt[len(context) :]
             expected = sum(float(r[t]) for r, t in zip(rows, tokens, strict=True))
-            assert sum(values) == pytest.approx(expected, abs=1e-3)
+            assert sum(values) == pytest.approx(expected, abs=ATOL)
             is_greedy = all(v == max(top.values()) for v, top in zip(values, tops, strict=True))
             assert is_greedy == all(r.argmax() == t for r, t in zip(rows, tokens, strict=True))
         assert is_greedy
@@ -297,11 +299,12 @@ async def test_prompt_logprobs_come_complete_each_time(client, reference, tokeni
     expected = reference(ids) if length > 1 else []
     for row, entries, token in zip(expected, first[1:], ids[1:], strict=True):
         entry = entries[str(token)]
-        assert entry["logprob"] == pytest.approx(float(row[token]), abs=2e-4)
-        assert entry["rank"] == 1 + int((row > row[token]).sum())
+        assert entry["logprob"] == pytest.approx(float(row[token]), abs=ATOL)
+        above = [int((row > row[token] + margin).sum()) for margin in (ATOL, -ATOL)]
+        assert above[0] < entry["rank"] <= above[1]
         assert len(entries) == (1 if entry["rank"] == 1 else 2)
         [best] = [e for e in entries.values() if e["rank"] == 1]
-        assert best["logprob"] == pytest.approx(float(row.max()), abs=2e-4)
+        assert best["logprob"] == pytest.approx(float(row.max()), abs=ATOL)
         text = tokenizer.decode([token])
         assert entry["decoded_token"] == text or entry["decoded_token"].startswith("bytes:")
 
@@ -320,7 +323,7 @@ async def test_prompt_logprobs_of_a_chat(client, reference, tokenizer):
     ]
     rows = reference(ids)
     np.testing.assert_allclose(
-        values, [r[t] for r, t in zip(rows, ids[1:], strict=True)], atol=2e-4
+        values, [r[t] for r, t in zip(rows, ids[1:], strict=True)], atol=ATOL
     )
     assert [len(choice["token_ids"]) for choice in answer["choices"]] == [2, 2]
     assert (

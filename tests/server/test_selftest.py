@@ -30,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_server_of_its_own_passes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--max-model-len", "512", "--kv-cache-gib", "0.1", "--dtype", "float32"]
+    flags = ["--max-model-len", "512", "--num-blocks", "800", "--dtype", "float32"]
+    flags += ["--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
     code = selftest.main([model, "--json", *flags])
     told = json.loads(capsys.readouterr().out)
     failed = [one for one in told["findings"] if one["level"] == "fail"]
