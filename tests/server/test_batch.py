@@ -20,15 +20,7 @@ from tokenizer_proc.prepare import PreparedRequest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "batch.py"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SMALL = (
-    "--dtype",
-    "float32",
-    "--num-blocks",
-    "400",
-    "--max-num-batched-tokens",
-    "64",
-)  # on a GPU, too
-SMALL += ("--max-num-seqs", "4")
+SMALL = "--dtype float32 --num-blocks 400 --max-num-batched-tokens 64 --max-num-seqs 4".split()
 
 
 @pytest.fixture(scope="module")
