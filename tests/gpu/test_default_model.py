@@ -106,8 +106,8 @@ def test_an_fp8_cache_stays_near_float32(model_dir, prompt_ids):
 
 async def test_the_whole_server_answers_and_forgets(model_dir):
     """Streams, disconnects and idles on the GPU, through the real processes."""
-    share = ("--gpu-memory-utilization", "0.5")  # others may run beside it
-    with live_server(model_dir, "--served-model-name", "m", *share, wait_s=120) as server:
+    flags = ("--served-model-name", "m", "--num-blocks", "4096")  # others may run beside it
+    with live_server(model_dir, *flags) as server:
         url = f"{server.url}/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
         async with aiohttp.ClientSession() as session:
