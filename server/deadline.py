@@ -14,11 +14,15 @@ class Deadline:
 
     `queue_s`: until its first completion starts. `total_s`: from arrival to its last token. 0: no limit.
     Two timers for each request, none for each token.
+
+    A client whose own limit (`is_own`) has passed gets 408, started or not: there is no time left to try
+    again. At the server's limits what has not started gets 503: the server was full, another may not be.
     """
 
     stream: RequestStream
     queue_s: float
     total_s: float
+    is_own: bool = False  # `total_s` is the request's `timeout`, not --request-timeout
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def __enter__(self) -> "Deadline":
@@ -38,15 +42,18 @@ class Deadline:
             self.stream.fail(queue_timeout(self.queue_s))
 
     def _on_total(self) -> None:
-        if not self.stream.has_started:
+        has_started = self.stream.has_started
+        if not has_started and not self.is_own:
             self.stream.fail(queue_timeout(self.total_s))
             return
+        done = "finished" if has_started else "even started"
+        limit = "its timeout" if self.is_own else "--request-timeout"
+        remedy = "ask for fewer tokens, or for a longer time" if has_started else "give it longer"
         self.stream.fail(
             ApiError(
                 408,
                 "request_timeout",
-                f"The request was not finished within {self.total_s:g} s (timeout, or "
-                "--request-timeout); ask for fewer tokens, or for a longer time.",
+                f"The request was not {done} within {self.total_s:g} s ({limit}); {remedy}.",
             )
         )
 

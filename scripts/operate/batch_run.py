@@ -115,7 +115,9 @@ class BatchRun:
             return
         job = Job(line, stream, fmt)
         job.cleanup.callback(self.client.abort, stream)
-        job.cleanup.enter_context(Deadline(stream, 0.0, generation.total_s))
+        job.cleanup.enter_context(
+            Deadline(stream, 0.0, generation.total_s, generation.has_own_limit)
+        )
         self.jobs.append(job)
 
     def read(self, url: str, body: dict[str, Any]) -> tuple[Generation, Format]:

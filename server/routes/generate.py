@@ -94,6 +94,7 @@ class Generation:
     stream_options: StreamOptions
     ignored_headers: dict[str, str]
     total_s: float = 0.0  # until its last token; 0: any time
+    has_own_limit: bool = False  # `total_s` is its `timeout`, not --request-timeout
 
 
 def make_generation(
@@ -117,7 +118,8 @@ def make_generation(
     )
     headers = ignored_header(common.ignored)
     total_s = allowed_seconds(body, service.config)
-    return Generation(prompts, options, common.stream_options, headers, total_s)
+    has_own_limit = body.get("timeout") is not None
+    return Generation(prompts, options, common.stream_options, headers, total_s, has_own_limit)
 
 
 async def respond(
@@ -138,7 +140,8 @@ async def respond(
     service.reports.remember(request_id, range(ids[0], ids[-1] + 1))
     logger.debug("request id=%s received as %d..%d", request_id, ids[0], ids[-1])
     try:
-        with Deadline(stream, service.config.queue_timeout, generation.total_s):
+        queue_s, total_s = service.config.queue_timeout, generation.total_s
+        with Deadline(stream, queue_s, total_s, generation.has_own_limit):
             if generation.options.incremental:
                 return await write_stream(request, stream, generation, fmt)
             await stream.wait_finished()

@@ -105,6 +105,24 @@ async def test_request_timeout_while_running(path: str, by_request: bool) -> Non
         assert await site.metric("vllm:time_to_first_token_seconds_count") == 1
 
 
+@pytest.mark.parametrize("by_request", [False, True])
+async def test_a_limit_that_passes_before_the_start(by_request: bool) -> None:
+    """The client's own: its time is over. The server's: it was full, and another may not be."""
+    async with running_site(request_timeout=10 if by_request else 0.2) as site:
+        site.backend.script = lambda g: Script(hold="queued")
+        fields = {"timeout": 1e-6} if by_request else {}
+        status, headers, answer = await site.post_full(TEXT, {**BODY, **fields})
+        error = answer["error"]
+        if by_request:
+            assert (status, error["code"]) == (408, "request_timeout")
+            assert "not even started within 1e-06 s (its timeout)" in error["message"]
+            assert headers["x-should-retry"] == "false"
+        else:
+            assert (status, error["code"]) == (503, "queue_timeout")
+            assert headers["Retry-After"] == "1"
+        await eventually(lambda: site.service.client.num_queued == 0)
+
+
 async def test_request_timeout_in_a_stream_is_an_event() -> None:
     async with running_site(request_timeout=0.2) as site:
         site.backend.script = lambda g: Script(["a"], hold="decode")
