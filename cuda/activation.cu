@@ -45,7 +45,10 @@ act_and_mul(const scalar_t* gate_up, scalar_t* __restrict__ out, i64 num_vecs) {
     unpack16(gate[i], g);
     unpack16(up[i], u);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) g[e] = rounded(ACTIVATION(g[e])) * u[e];
+    for (int e = 0; e < VEC; e++) g[e] = ACTIVATION(g[e]);
+    round_all(g);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) g[e] *= u[e];
     store16(out + v * VEC, pack16(g));
   }
 }

@@ -76,7 +76,10 @@ rms_norm(const scalar_t* x, const scalar_t* __restrict__ weight,
     unpack16(part.data[i], v);
     unpack16(w.data[i], g);
 #pragma unroll
-    for (int e = 0; e < VEC; e++) v[e] = rounded(v[e] * scale) * g[e];
+    for (int e = 0; e < VEC; e++) v[e] *= scale;
+    round_all(v);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) v[e] *= g[e];
     store16(y + (i64)row * HIDDEN + (thread + i * THREADS) * VEC, pack16(v));
   }
 }

@@ -25,6 +25,7 @@ constexpr int HEAD_LANES =
 static_assert(HEAD_DIM % 16 == 0 && BUSY_LANES <= 32, "a lane has 8 elements of each half of a head");
 
 struct HeadPart { float a[8], b[8]; };  // of the first half and of the second
+struct StoredPart { Eight a, b; };      // the same as it lies in memory
 struct Angles { float cos[8], sin[8]; };
 
 #if ROPE_FP32
@@ -47,13 +48,14 @@ DEV Angles load_angles(const angle_t* cos, const angle_t* sin, i64 from) {
 }
 
 // `p`: the lane's first element in the head.
-DEV HeadPart load_head(const scalar_t* p) {
+DEV StoredPart load_stored(const scalar_t* p) { return {load8(p), load8(p + HALF)}; }
+DEV HeadPart unpack_head(const StoredPart& stored) {
   HeadPart x;
-  const Eight first = load8(p), second = load8(p + HALF);
-  unpack8(first, x.a);
-  unpack8(second, x.b);
+  unpack8(stored.a, x.a);
+  unpack8(stored.b, x.b);
   return x;
 }
+DEV HeadPart load_head(const scalar_t* p) { return unpack_head(load_stored(p)); }
 
 // RMS norm over the head, by all lanes of a warp at once. `weight`: of the lane's first element, or null: the
 // lane's numbers stay.

@@ -65,5 +65,6 @@ DEV void store8(scalar_t* p, const float (&x)[8]) {
   }
 }
 
-// What x would be after a trip through memory.
+// What x would be after a trip through memory. Conversions of two numbers at once are several times faster.
 DEV float rounded(float x) { return to_float(from_float(x)); }
+DEV void round_all(float (&x)[VEC]) { unpack16(pack16(x), x); }

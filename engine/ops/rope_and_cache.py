@@ -104,7 +104,8 @@ def scatter(cache: Tensor, slots: Tensor, values: Tensor) -> None:
 # --- CUDA: cuda/rope_and_cache.cu ---
 
 SOURCE, NAME = "rope_and_cache.cu", "rope_and_cache"
-MAX_THREADS = 256
+HEADS_PER_LANE = 3  # what a lane loads before it waits for any of it
+MAX_WARPS, TARGET_WARPS = 8, 4  # in a block
 FP8_DEFINES = {torch.float8_e4m3fn: "KV_E4M3", torch.float8_e5m2: "KV_E5M2"}  # kv_type.cuh
 
 
@@ -144,10 +145,10 @@ def launch(
         qk_norm is not None,
         cos.dtype == torch.float32,
     )
-    num_blocks, threads = geometry(num_heads + 2 * num_kv_heads, head_dim)
+    tokens, warps, parts = geometry(num_heads + 2 * num_kv_heads, head_dim)
     run(
-        (num_tokens, num_blocks),
-        (threads,),
+        (-(-num_tokens // tokens), parts),
+        (32, warps, tokens),
         (
             qkv.data_ptr(),
             cos.data_ptr(),
@@ -159,6 +160,7 @@ def launch(
             v_cache.data_ptr(),
             np.int64(qkv.stride(0)),
             np.int64(angle_stride),
+            np.int32(num_tokens),
             *scalars(num_heads, num_kv_heads, eps, k_scale, v_scale),
         ),
     )
@@ -175,13 +177,14 @@ def scalars(
 
 
 @cache
-def geometry(num_heads: int, head_dim: int) -> tuple[int, int]:
-    """Blocks for a token and threads in a block, all blocks alike, for `num_heads` of q, k and v."""
-    lanes = head_dim // 16
-    group = max(2, 1 << (lanes - 1).bit_length())  # as in the kernel
-    items = num_heads * group
-    num_blocks = -(-items // MAX_THREADS)
-    return num_blocks, -(-items // (num_blocks * 32)) * 32
+def geometry(num_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Tokens in a block, warps that each of them has there, and blocks that it is spread over, for
+    `num_heads` of q, k and v."""
+    lanes = max(2, 1 << (head_dim // 16 - 1).bit_length())  # HEAD_LANES of the kernel
+    all_warps = -(-num_heads // (HEADS_PER_LANE * (32 // lanes)))
+    parts = -(-all_warps // MAX_WARPS)
+    warps = -(-all_warps // parts)
+    return max(1, TARGET_WARPS // warps), warps, parts
 
 
 @cache
@@ -213,6 +216,7 @@ def variant(
         jit.scalar_define(dtype): 1,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
+        "HEADS_PER_LANE": HEADS_PER_LANE,
         "QK_NORM": int(has_norm),
         "ROPE_FP32": int(has_float32_angles),
     }

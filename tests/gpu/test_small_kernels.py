@@ -235,7 +235,7 @@ def check_rope(
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rope_and_cache(dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
     for num_heads, num_kv_heads, block_size in HEADS:
-        for num_tokens in (1, 5, 300):
+        for num_tokens in (1, 5, 301):
             check_rope(
                 dtype, dtype, head_dim, num_heads, num_kv_heads, block_size, has_norm, num_tokens
             )

@@ -141,6 +141,10 @@ def angles(num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
         (FP16, torch.float8_e5m2, 64, 5, 1, 32, True),
         (FP32, FP32, 64, 9, 3, 16, False),
         (FP32, FP32, 80, 4, 2, 32, True),
+        (BF16, BF16, 16, 7, 1, 16, True),
+        (BF16, torch.float8_e4m3fn, 48, 17, 5, 16, True),
+        (FP16, FP16, 176, 2, 1, 16, True),
+        (BF16, BF16, 512, 20, 4, 16, False),  # a token's heads fill two thread blocks
     ],
 )
 def test_rope_and_cache(
@@ -155,7 +159,7 @@ def test_rope_and_cache(
     num_blocks, k_scale, v_scale = 6, 0.5, 2.0
     loose = 1e-5 if dtype is FP32 else 0.02
     norm = torch.randn(num_heads + num_kv_heads, head_dim).to(dtype) if has_norm else None
-    for num_tokens in (1, 5):
+    for num_tokens in (1, 5, 8):
         qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
         cos, sin = angles(num_tokens, head_dim)
         slots = torch.randperm((num_blocks - 1) * block_size)[:num_tokens] + block_size
@@ -181,6 +185,44 @@ def test_rope_and_cache(
         written[slots] = True
         untouched = k.transpose(1, 2).flatten(0, 1)[~written]
         assert (untouched == 7).all(), "a slot of no token was written"
+
+
+def test_a_tokens_heads_do_not_depend_on_the_tokens_beside_it() -> None:
+    """Nor on whether it is the last of a thread block; 21 heads leave some lanes without any."""
+    num_heads, num_kv_heads, head_dim, num_tokens = 15, 3, 64, 7
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(BF16)
+    norm = torch.randn(num_heads + num_kv_heads, head_dim).to(BF16)
+    cos, sin = angles(num_tokens, head_dim)
+    slots = 16 + torch.arange(num_tokens)
+    shape = (3, num_kv_heads, 16, head_dim)
+    alone, together = ([torch.zeros(shape, dtype=BF16) for _ in range(2)] for _ in range(2))
+    q = rope_and_cache.launch(qkv, cos, sin, slots, *together, num_heads, norm)
+    for token in range(num_tokens):
+        one = slice(token, token + 1)
+        inputs = (qkv[one], cos[one], sin[one], slots[one])
+        assert torch.equal(q[one], rope_and_cache.launch(*inputs, *alone, num_heads, norm))
+    for cache, want in zip(together, alone, strict=True):
+        assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "want"),
+    [
+        (18, 64, (4, 1, 1)),  # 8 heads at once, 24 in three rounds: a warp has a token
+        (36, 128, (1, 3, 1)),
+        (192, 128, (1, 8, 2)),
+        (28, 512, (1, 5, 2)),
+        (3, 16, (4, 1, 1)),
+    ],
+)
+def test_thread_blocks_of_the_rotation_cover_all_heads(
+    num_heads: int, head_dim: int, want: tuple[int, int, int]
+) -> None:
+    tokens, warps, parts = rope_and_cache.geometry(num_heads, head_dim)
+    assert (tokens, warps, parts) == want
+    lanes = max(2, 1 << (head_dim // 16 - 1).bit_length())
+    assert warps * parts * rope_and_cache.HEADS_PER_LANE * (32 // lanes) >= num_heads
+    assert 32 * warps * tokens <= 256
 
 
 def test_spread_angles_of_the_models_type_work_as_well() -> None:
