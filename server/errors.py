@@ -104,4 +104,6 @@ def describe(value: object) -> str:
         return "a list"
     if isinstance(value, dict):
         return "an object"
+    if isinstance(value, float) and abs(value) >= 2**63:
+        return "a number that exceeds 64 bits"  # digits would be those of the nearest float
     return f"{value}"

@@ -6,15 +6,16 @@ import msgspec
 
 INT64_MAX = 2**63 - 1
 
-# Bounds of numbers, both inclusive; `SamplingParams` checks them, and the HTTP API describes them.
+# Bounds of numbers, inclusive where not said otherwise; `SamplingParams` checks them, and the HTTP API describes them.
 REALS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 10.0),  # and not 0
+    "repetition_penalty": (0.0, 10.0),
 }
+ABOVE_LOWEST = ("repetition_penalty",)  # the lower bound is not in the range
 INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, 128),
     "top_k": (-1, INT64_MAX),
@@ -100,20 +101,17 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if isinstance(stop, str):  # offline users may pass one string
             self.stop = [stop]
         for name, (low, high) in REALS.items():
-            check_range(name, getattr(self, name), low, high)
+            check_range(name, getattr(self, name), low, high, is_open=name in ABOVE_LOWEST)
         for name, (least, most) in INTEGERS.items():
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and name != "truncate_prompt_tokens":
                 check_int(name, value, least, most)
-        if self.repetition_penalty == 0.0:
-            raise ParamError("repetition_penalty", "repetition_penalty must be above 0, got 0")
         longest = INT64_MAX if self.max_tokens is None else self.max_tokens
         check_int("min_tokens", self.min_tokens, 0, longest)
-        if self.truncate_prompt_tokens == 0:
-            raise ParamError(
-                "truncate_prompt_tokens",
-                "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0",
-            )
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != -1:
+            besides = ", or -1 for as many as fit"
+            check_int("truncate_prompt_tokens", kept, 1, INT64_MAX, besides=besides)
         if len(self.stop) > MAX_STOP:
             raise ParamError("stop", f"stop takes at most {MAX_STOP} strings, got {len(self.stop)}")
         for text in self.stop:
@@ -204,23 +202,26 @@ class ParamError(ValueError):
         self.param = param
 
 
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise ParamError unless `value` is a finite number in [low, high]."""
+def check_range(name: str, value: float, low: float, high: float, is_open: bool = False) -> None:
+    """Raise ParamError unless `value` is a finite number in [low, high], or in (low, high] if `is_open`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParamError(name, f"{name} must be a number, got {value!r:.80}")
-    if not low <= value <= high:  # false for NaN
-        raise ParamError(name, f"{name} must be between {low} and {high}, got {value!r:.80}")
+    if not low <= value <= high or (is_open and value == low):  # the first is false for NaN
+        bounds = f"above {low} and at most {high}" if is_open else f"between {low} and {high}"
+        raise ParamError(name, f"{name} must be {bounds}, got {value!r:.80}")
 
 
-def check_int(name: str, value: int, low: int, high: int, what: str = "") -> None:
+def check_int(
+    name: str, value: int, low: int, high: int, what: str = "", besides: str = ""
+) -> None:
     """Raise ParamError unless `value` is an integer in [low, high]. `what` says whose, if not the
-    field's own value is meant."""
+    field's own value is meant; `besides`, what else the field takes."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ParamError(name, f"{what or name} must be an integer, got {value!r:.80}")
     if not low <= value <= high:
         is_open = high == INT64_MAX and value < low
         bounds = f"at least {low}" if is_open else f"between {low} and {high}"
-        raise ParamError(name, f"{what or name} must be {bounds}, got {value!r:.80}")
+        raise ParamError(name, f"{what or name} must be {bounds}{besides}, got {value!r:.80}")
 
 
 def choice_seed(seed: int, choice: int) -> int:

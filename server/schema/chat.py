@@ -12,10 +12,10 @@ from server.answer.parser import AnswerFormat
 from server.errors import invalid_value, unsupported
 from server.schema.chat_rules import ChatRules
 from server.schema.fields import (
+    INT64_MAX,
     Table,
     boolean,
     decode,
-    integer,
     integer_between,
     json_object,
     list_of,
@@ -31,7 +31,6 @@ from server.schema.sampling import (
     SamplingDefaults,
     build_params,
     common_request,
-    sampling_field,
     token_details,
 )
 from server.schema.tool_text import as_text, with_tools_as_text
@@ -80,9 +79,8 @@ CHAT_FIELDS: Table = {
     **COMMON_FIELDS,
     **TEMPLATE_FIELDS,
     "messages": chat_messages.required(),
-    # 0 is refused below
-    "max_tokens": sampling_field("max_tokens", integer, minimum=1),
-    "max_completion_tokens": sampling_field("max_tokens", integer, minimum=1),
+    "max_tokens": integer_between(1, INT64_MAX),
+    "max_completion_tokens": integer_between(1, INT64_MAX),
     "logprobs": boolean.or_else(False),
     "top_logprobs": integer_between(*INTEGERS["logprobs"]),
     "echo": boolean.or_else(False),
@@ -110,9 +108,6 @@ def parse_chat(body: dict[str, Any], defaults: SamplingDefaults, rules: ChatRule
     is_default = max_tokens is None
     if is_default:
         max_tokens = defaults.max_new_tokens
-    elif max_tokens == 0:
-        name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-        raise invalid_value(name, f"{name} must be at least 1, got 0")
     params = build_params(values, defaults, max_tokens=max_tokens, logprobs=wanted_logprobs(values))
     forced = ForcedCall.of(found, rules)
     if forced.structured is not None:

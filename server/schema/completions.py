@@ -10,13 +10,16 @@ from engine.api.messages import Prompt, TextPrompt, TokenPrompt
 from engine.api.sampling import INTEGERS, SamplingParams
 from server.errors import ApiError, invalid_type, invalid_value, unsupported
 from server.schema.fields import (
+    BEYOND_64_BITS,
     INT32_MAX,
+    INT64_MAX,
     Table,
     any_of,
     boolean,
     decode,
     integer,
     integer_between,
+    is_beyond_64_bits,
     refused_fields,
     string,
     takes,
@@ -49,6 +52,9 @@ def token_ids(value: list[Any], path: str) -> TokenIds:
         if type(token_id) is int and 0 <= token_id <= INT32_MAX:
             continue
         where = f"{path}[{i}]"
+        if is_beyond_64_bits(token_id):
+            message = f"{where} is no token id: {BEYOND_64_BITS}"
+            raise ApiError(400, "invalid_token_id", message, where)
         if isinstance(token_id, float) and token_id.is_integer():
             value[i] = token_id = int(token_id)
         if isinstance(token_id, bool) or not isinstance(token_id, int):
@@ -98,6 +104,20 @@ def prompts(value: Any, path: str) -> list[str | TokenIds]:
     return result
 
 
+@takes({"type": "integer", "minimum": 0, "maximum": INT64_MAX})
+def max_tokens(value: Any, path: str) -> int:
+    """0 is for `echo` alone, as `parse_completion` checks."""
+    result = integer(value, path)
+    if result < 0:
+        raise too_few_tokens(result)
+    return result
+
+
+def too_few_tokens(got: int) -> ApiError:
+    message = f"max_tokens must be at least 1, or with echo 0 to get the prompt alone, got {got}"
+    return invalid_value("max_tokens", message)
+
+
 @takes(any_of(boolean.schema, {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}))
 def logprobs(value: Any, path: str) -> int | None:
     if isinstance(value, bool):
@@ -110,7 +130,7 @@ def logprobs(value: Any, path: str) -> int | None:
 
 COMPLETION_FIELDS: Table = {
     **COMMON_FIELDS,
-    "max_tokens": COMMON_FIELDS["max_tokens"].or_else(DEFAULT_MAX_TOKENS),
+    "max_tokens": max_tokens.or_else(DEFAULT_MAX_TOKENS),
     "prompt": prompts.required(),
     "echo": boolean.or_else(False),
     "logprobs": logprobs,
@@ -142,11 +162,7 @@ def parse_completion(body: dict[str, Any], defaults: SamplingDefaults) -> Comple
         prompt_logprobs=wanted_of_prompt(details, echo),
     )
     if params.max_tokens == 0 and not echo:
-        raise invalid_value(
-            "max_tokens",
-            "max_tokens must be at least 1, got 0; only with echo, to get the prompt alone, it may "
-            "be 0",
-        )
+        raise too_few_tokens(0)
     suffix = values["suffix"]
     if suffix:
         check_suffix(values)

@@ -18,6 +18,7 @@ Validator = Callable[[Any, str], Any]
 Schema = dict[str, Any]  # JSON schema, draft 2020-12
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
+BEYOND_64_BITS = "the number sent exceeds 64 bits"
 MAX_REPORTED_IGNORED = 20  # names of unknown fields in the X-Ignored-Fields header
 
 
@@ -149,8 +150,13 @@ def number(value: Any, path: str) -> float:
 
 @takes({"type": "integer", "minimum": -INT64_MAX - 1, "maximum": INT64_MAX})
 def integer(value: Any, path: str) -> int:
-    """JSON integers, and floats without a fraction."""
+    """JSON integers, and floats without a fraction.
+
+    The parser makes floats of integers beyond 64 bits, so these are not quoted: they would be rounded.
+    """
     if isinstance(value, float) and value.is_integer():
+        if is_beyond_64_bits(value):
+            raise invalid_value(path, f"{path} must fit into 64 bits, and {BEYOND_64_BITS}")
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid_type(path, "an integer", value)
@@ -159,12 +165,19 @@ def integer(value: Any, path: str) -> int:
     return value
 
 
+def is_beyond_64_bits(value: Any) -> bool:
+    """Of a JSON number as it was parsed: a float, if it was an integer of more than 64 bits."""
+    return isinstance(value, float) and not -INT64_MAX - 1 < value < INT64_MAX
+
+
 def integer_between(low: int, high: int) -> Field:
+    bounds = f"at least {low}" if high == INT64_MAX else f"between {low} and {high}"
+
     @takes({"type": "integer", "minimum": low, "maximum": high})
     def validate(value: Any, path: str) -> int:
         result = integer(value, path)
         if not low <= result <= high:
-            raise invalid_value(path, f"{path} must be between {low} and {high}, got {result}")
+            raise invalid_value(path, f"{path} must be {bounds}, got {result}")
         return result
 
     return validate

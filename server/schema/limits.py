@@ -46,7 +46,7 @@ def timeout(value: Any, path: str) -> float:
     """The field `timeout`: seconds."""
     seconds = number(value, path)
     if not 0 < seconds < math.inf:
-        raise invalid_value(path, f"{path} must be above 0 (seconds), got {seconds:g}")
+        raise invalid_value(path, f"{path} must be above 0 (seconds), got {seconds:.15g}")
     return seconds
 
 
@@ -58,8 +58,8 @@ def allowed_seconds(body: dict[str, Any], config: ServerConfig) -> float:
     if config.request_timeout and wanted > config.request_timeout:
         raise invalid_value(
             "timeout",
-            f"timeout is limited to {config.request_timeout:g} s by this server "
-            f"(--request-timeout), got {wanted:g}",
+            f"timeout is limited to {config.request_timeout:.15g} s by this server "
+            f"(--request-timeout), got {wanted:.15g}",
         )
     return float(wanted)
 

@@ -157,7 +157,7 @@ SAMPLING_FIELDS: Table = {
         "repetition_penalty", number, minimum=None, exclusiveMinimum=0
     ),
     "seed": seed,
-    "max_tokens": sampling_field("max_tokens", integer),
+    "max_tokens": integer,  # each endpoint has bounds of its own
     "min_tokens": integer_between(0, INT32_MAX),  # and at most max_tokens
     "stop": sampling_field("stop", string_or_strings, **STOP),
     "stop_token_ids": sampling_field(

@@ -20,7 +20,9 @@ from tokenizer_proc.prepare import PreparedRequest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "batch.py"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SMALL = "--dtype float32 --num-blocks 400 --max-num-batched-tokens 64 --max-num-seqs 4".split()
+SMALL = [
+    "--dtype", "float32", "--num-blocks", "400", "--max-num-batched-tokens", "64", "--max-num-seqs", "4",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
