@@ -37,6 +37,7 @@ KV_DTYPES = {
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 LEAST_MODEL_LEN = 2  # a token of prompt, a token of completion
+LEAST_BLOCKS = 2  # fewer are taken only for requests that are asked to be as short
 LARGE_GPU_BYTES = 64 * GIB
 
 
@@ -274,8 +275,9 @@ def decide_num_blocks(
     `gpu_bytes`: what a GPU has left for it (`GpuMemory.for_cache`). `to_load`: bytes of a CPU's memory
     that weights will take, and `free`: bytes that a device which need not be here has left, for predictions.
 
-    Shrinks max_model_len if it was `auto`; raises ConfigError (75) if a request of the asked length
-    cannot fit, or if the cache that was asked for exceeds the memory that is free.
+    Shrinks max_model_len if it was `auto`. Raises ConfigError if a request of the asked length cannot fit,
+    2 where flags alone say how large the cache is and 75 where the machine does; and (75) if the cache that
+    was asked for exceeds the memory that is free.
     """
     r.block_bytes = kv_block_bytes(model, r.block_size, r.kv_dtype)
     check_range("--num-blocks", config.num_blocks, MOST_BLOCKS)
@@ -288,12 +290,14 @@ def decide_num_blocks(
     else:
         memory, reason = kv_memory_bytes(config.kv_cache_gib, to_load)
         usable = memory // r.block_bytes
-    if config.num_blocks or (config.kv_cache_gib and not r.is_gpu):
+    is_asked_for = bool(config.num_blocks or (config.kv_cache_gib and not r.is_gpu))
+    if is_asked_for:
         check_cache_fits(r, config, usable, free)
     largest = usable * r.block_size
     if r.max_model_len > largest:
-        if parse_length(config.max_model_len) is not None or largest < 2 * r.block_size:
-            raise ConfigError(too_small(r, config, usable, largest), exit_code=75)
+        if parse_length(config.max_model_len) is not None or usable < LEAST_BLOCKS:
+            exit_code = 2 if is_asked_for else 75
+            raise ConfigError(too_small(r, config, usable, largest), exit_code)
         r.set("max_model_len", largest, f"auto: shortened to what the KV cache holds ({reason})")
     r.set("num_blocks", usable + 1, reason)
 
@@ -307,12 +311,15 @@ def check_cache_fits(r: Resolved, config: EngineConfig, usable: int, free: int |
     if needed <= free:
         return
     if config.num_blocks:
-        asked, most = f"--num-blocks {config.num_blocks}", str(max(0, free // r.block_bytes - 1))
+        asked = f"--num-blocks {config.num_blocks}"
+        most = free // r.block_bytes - 1
+        remedy = f"use at most {most}" if most > 0 else "free some memory"
     else:
-        asked, most = f"--kv-cache-gib {config.kv_cache_gib:g}", f"{free / GIB:.2f}"
+        asked = f"--kv-cache-gib {config.kv_cache_gib:g}"
+        remedy = f"use less than {free / GIB:.2f}"
     raise ConfigError(
         f"{asked}: the KV cache would take {needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free "
-        f"beside the weights; use less than {most}, or leave the flag out",
+        f"beside the weights; {remedy}, or leave the flag out",
         exit_code=75,
     )
 
@@ -322,6 +329,8 @@ def too_small(r: Resolved, config: EngineConfig, usable: int, largest: int) -> s
     blocks = -(-r.max_model_len // r.block_size)
     if config.num_blocks:
         remedy = f"--num-blocks {blocks}"
+        if parse_length(config.max_model_len) is None and blocks > LEAST_BLOCKS:
+            remedy += f" ({LEAST_BLOCKS} or more for shorter requests)"
     elif r.is_gpu:
         remedy = "a higher --gpu-memory-utilization"
     else:

@@ -1,5 +1,6 @@
 """Every `auto` is decided with a reason; what cannot work is refused by name."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -70,7 +71,30 @@ def test_max_model_len_shrinks_to_the_cache_only_if_auto(model):
     resolved = resolve(fixed, model)
     with pytest.raises(ConfigError, match="--max-model-len 160") as caught:
         decide_num_blocks(resolved, fixed, model)
-    assert caught.value.exit_code == 75
+    assert caught.value.exit_code == 2, "flags alone say so: a retry changes nothing"
+
+
+def test_too_few_blocks_are_a_wrong_command_and_what_it_offers_does(model):
+    """Not 75: nothing changes when it is started again."""
+
+    def size(**settings):
+        config = EngineConfig(device="cpu", dtype="float32", **settings)
+        decide_num_blocks(resolve(config, model), config, model)
+
+    for few in ({"num_blocks": 1}, {"kv_cache_gib": 1e-9}, {"kv_cache_gib": 1e-5}):
+        with pytest.raises(ConfigError) as caught:
+            size(**few)
+        assert caught.value.exit_code == 2
+        message = str(caught.value)
+        offered = dict(re.findall(r"--(num-blocks|kv-cache-gib|max-model-len) ([\d.]+)", message))
+        if length := offered.pop("max-model-len", ""):
+            size(**few, max_model_len=length)
+        for flag, value in offered.items():
+            size(**{flag.replace("-", "_"): type(next(iter(few.values())))(value)})
+        assert offered
+    with pytest.raises(ConfigError, match=r"--num-blocks 32 \(2 or more for shorter requests\)"):
+        size(num_blocks=1)
+    size(num_blocks=2)
 
 
 @pytest.mark.parametrize(
