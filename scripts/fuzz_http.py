@@ -5,7 +5,8 @@
 
 Bodies are drawn from the server's own /openapi.json, right, nearly right and with wrong bytes; half of the
 connections misuse HTTP as well. Four streams run beside them, and their text must stay the same. Ends with
-code 1 if there are findings; `--only N` sends number N of a run again. Without `--seed` runs are equal.
+code 1 if there are findings, and 2 if there is no server; `--only N` sends number N of a run again. Without
+`--seed` runs are equal.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.fuzz.run import fuzz
+from scripts.fuzz.run import Unusable, fuzz
 
 
 def main() -> int:
@@ -28,7 +29,13 @@ def main() -> int:
         "--only", type=int, metavar="N", help="send only the request of this number"
     )
     args = parser.parse_args()
-    report = asyncio.run(fuzz(args.url, args.requests, args.seed, args.workers, args.only))
+    try:
+        report = asyncio.run(fuzz(args.url, args.requests, args.seed, args.workers, args.only))
+    except Unusable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
     print("\n".join(report.lines()))
     return 1 if report.findings else 0
 

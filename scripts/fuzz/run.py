@@ -41,11 +41,17 @@ class Report:
         return result + [f"FINDING {finding}" for finding in self.findings]
 
 
+class Unusable(Exception):
+    """There is no server to be tested; the text says what to do."""
+
+
 class Target:
-    """The server under test."""
+    """The server under test. Raises Unusable for a URL of another kind."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http":
+            raise Unusable(f"{url}: requests are written to a plain http:// port")
         self._address = parts.hostname or "127.0.0.1", parts.port or 80
 
     async def send(self, attempt: Attempt) -> bytes:
@@ -111,8 +117,12 @@ async def stream_text(target: Target, index: int) -> str:
 
 
 async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = None) -> Report:
-    """`num` attempts drawn from `seed`; each depends on its own number alone. `only`: that one."""
+    """`num` attempts drawn from `seed`; each depends on its own number alone. `only`: that one.
+
+    Raises Unusable if the server is not ready to begin with; if it ends on the way, that is a finding.
+    """
     target, report = Target(url), Report()
+    await check_ready(target, url)
     document = json.loads(await target.call("GET", "/openapi.json"))
     wire = Wire(Bodies(document), list(document["paths"]))
     numbers = iter(range(num) if only is None else [only])
@@ -144,15 +154,34 @@ async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = N
                 report.findings.append(f"stream {index} has another text than without the others")
             report.num_streams += 1
 
-    async with asyncio.TaskGroup() as group:
-        streams = [group.create_task(stream(i)) for i in range(NUM_STREAMS)]
-        await asyncio.gather(*(attack() for _ in range(workers)))
-        is_over.set()
-        await asyncio.gather(*streams)
-    report.findings += await unsettled(target, idle)
-    report.memory.append(memory_of(await target.metrics()))
+    try:
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(stream(i)) for i in range(NUM_STREAMS)]
+            await asyncio.gather(*(attack() for _ in range(workers)))
+            is_over.set()
+            await asyncio.gather(*streams)
+        report.findings += await unsettled(target, idle)
+        report.memory.append(memory_of(await target.metrics()))
+    except* (OSError, AssertionError) as broken:
+        report.findings += [f"the run broke off: {error!r}" for error in broken.exceptions]
     report.seconds = time.monotonic() - began
     return report
+
+
+async def check_ready(target: Target, url: str) -> None:
+    """Raises Unusable."""
+    try:
+        await target.call("GET", "/ready")
+        await target.call("GET", "/v1/models")
+    except OSError as error:  # a TimeoutError as well
+        raise Unusable(
+            f"{url}: nothing answers ({error or 'in time'}); start the server first (python "
+            "scripts/serve.py), wait for /ready, and give the port that it says"
+        ) from None
+    except (AssertionError, ValueError) as error:
+        raise Unusable(
+            f"{url}: no server that is ready and needs no key answers there: {error}"
+        ) from None
 
 
 async def metrics_when_idle(target: Target) -> dict[str, float]:

@@ -1,17 +1,20 @@
 """A short run of scripts/fuzz_http.py against the three real processes, and its parts."""
 
+import asyncio
 import random
+import socket
 
 import jsonschema
 import pytest
 
 from scripts.fuzz.bodies import Bodies
 from scripts.fuzz.judge import judge, read_answers
-from scripts.fuzz.run import fuzz
+from scripts.fuzz.run import Unusable, fuzz
 from scripts.fuzz.values import right
 from scripts.fuzz.wire import Attempt, Wire
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.server.conftest import live_server, running_site
+from tests.waiting import eventually
 
 FLAGS = [
     "--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "16", "--num-blocks", "2000",
@@ -33,6 +36,30 @@ async def test_nothing_that_a_client_sends_harms_the_server(tmp_path) -> None:
     assert report.outcomes["200"] > 50  # much was served,
     assert len(report.outcomes) > 12  # and refused in many ways
     assert "Traceback" not in log
+
+
+async def test_without_a_server_it_gives_advice() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(Unusable, match=r"nothing answers .*start the server first"):
+            await fuzz(f"127.0.0.1:{unused.getsockname()[1]}", 1, seed=0, workers=1)
+    with pytest.raises(Unusable, match="plain http"):
+        await fuzz("https://127.0.0.1:9", 1, seed=0, workers=1)
+    async with running_site(ready=False) as site:
+        with pytest.raises(Unusable, match="ready"):
+            await fuzz(site.url, 1, seed=0, workers=1)
+    async with running_site(api_key=["secret"]) as site:
+        with pytest.raises(Unusable, match="needs no key"):
+            await fuzz(site.url, 1, seed=0, workers=1)
+
+
+async def test_a_server_that_ends_on_the_way_is_a_finding(tmp_path) -> None:
+    with live_server(make_tiny("llama", tmp_path), *FLAGS, "--log-requests", "on") as server:
+        run = asyncio.create_task(fuzz(server.url, 100_000, seed=1, workers=2))
+        await eventually(lambda: b"status=4" in server.log.read_bytes(), 30)
+        server.process.kill()
+        report = await run
+    assert any("the run broke off" in finding for finding in report.findings)
 
 
 async def test_right_bodies_are_right_by_the_description() -> None:
