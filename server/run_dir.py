@@ -1,18 +1,28 @@
-"""The private directory of one server: its sockets and its children's settings."""
+"""The private directory of one server: its sockets and its children's settings.
+
+A server holds a lock in its directory as long as it lives, and the system gives the lock back however it
+ends. So every start removes what killed servers have left. Several may start at once:
+
+    server that starts     make directory ── open lock ── take it ── is it still at its path? ── use it
+    another's clean-up              └ empty: remove  └ free: take it, remove all
+                                      it starts over     it waits, finds nothing, and starts over
+"""
 
 import fcntl
 import os
+import re
 import shutil
+import stat
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 PREFIX = "sluice-"
-LOCK = "lock"  # held as long as the server lives
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
+LOCK = "lock"
 MAX_PARENT_BYTES = 75  # a socket's address may have 107, file name included
-MIN_AGE_S = 60.0  # younger directories may belong to a server that is about to take its lock
 
 
 @contextmanager
@@ -22,25 +32,57 @@ def private_run_dir() -> Iterator[str]:
     if len(os.fsencode(parent)) > MAX_PARENT_BYTES:
         parent = "/tmp"
     remove_abandoned(Path(parent))
-    path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-    try:
-        with open(Path(path) / LOCK, "wb") as lock:
+    path, lock = make_locked(parent)
+    with lock:
+        try:
+            yield str(path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def make_locked(parent: str) -> tuple[Path, IO[bytes]]:
+    """A new directory, and the lock in it, which is held until it is closed."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        with suppress(FileNotFoundError):  # removed, as nobody had locked it yet: make another
+            lock = (path / LOCK).open("wb")
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+            if is_at(lock, path / LOCK):
+                return path, lock
+            lock.close()
 
 
 def remove_abandoned(parent: Path) -> None:
     """Remove our own run directories whose lock nobody holds: a SIGKILL leaves them behind."""
-    for lock_file in parent.glob(f"{PREFIX}*/{LOCK}"):
-        try:
-            if lock_file.stat().st_uid != os.getuid():
-                continue
-            if time.time() - lock_file.stat().st_mtime < MIN_AGE_S:
-                continue
-            with lock_file.open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock_file.parent, ignore_errors=True)
-        except OSError:
-            continue  # in use, or gone already
+    for path in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # in use, or gone already
+            if NAME.fullmatch(path.name) and is_private(path):
+                remove_unlocked(path)
+
+
+def remove_unlocked(path: Path) -> None:
+    """Raises OSError if a server lives in it. Without a lock only an empty one is a run directory."""
+    try:
+        lock = (path / LOCK).open("rb")
+    except FileNotFoundError:
+        path.rmdir()
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_at(lock, path / LOCK):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_private(path: Path) -> bool:
+    """A directory of our own, no link, that nobody else may look into."""
+    found = path.lstat()
+    is_ours = found.st_uid == os.getuid()
+    return stat.S_ISDIR(found.st_mode) and is_ours and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether the open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
