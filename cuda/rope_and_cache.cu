@@ -21,6 +21,7 @@ constexpr int MAX_THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
 rope_and_cache(const scalar_t* qkv,  // [T, num_heads + 2 * num_kv_heads, HEAD_DIM]
+               // not __restrict__, so that they are read in front of the wait:
                const angle_t* cos,  // [T, >= HALF], angle_stride elements from row to row
                const angle_t* sin,  // likewise
                const i64* slots,    // [T]

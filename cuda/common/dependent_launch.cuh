@@ -7,7 +7,8 @@
 //   everything else
 //
 // What is read behind the wait must not be a `const ... __restrict__` parameter: that promises that nobody
-// writes it while the kernel runs, and the compiler would move the reads in front of the wait.
+// writes it while the kernel runs, and the compiler would move the reads in front of the wait. It also moves
+// such reads from before the wait to behind it, which costs time and no more: without __restrict__ they stay.
 //
 // Every kernel that is launched so must wait, and must not let the next one start before it has waited:
 // then a kernel that has started knows all but its predecessor to have ended. Without the launch attribute,

@@ -9,6 +9,7 @@ import torch
 from scripts.bench_cases import Launch
 
 REPEATS = 7
+SPIN_CYCLES = 400_000  # about 0.2 ms
 
 
 def time_launches(launches: Sequence[Launch], rounds: int = 1) -> float:
@@ -44,11 +45,16 @@ def record(work: Callable[[], object]) -> Recording:
 
 
 def time_call(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of device time, after one call to warm up."""
+    """Median seconds of device time, after one call to warm up.
+
+    The device spins first, so that all of the call's work waits there when its turn comes: else a short
+    graph's time would include the host's for launching it, some 10 us.
+    """
     call()
     seconds = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
         start.record()
         call()
         end.record()
