@@ -1,19 +1,21 @@
 // Attention of one query per row over paged keys and values, in split parts: see
 // engine/ops/paged_decode.py for the contract and the choice of the macros.
 //
-//   -DHEAD_DIM -DBLOCK_SIZE (a multiple of 16) -DGROUP (query heads per KV head)
-//   -DNUM_WARPS -DSTAGES -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
+//   -DHEAD_DIM -DBLOCK_SIZE (a multiple of TILE) -DGROUP (query heads per KV head)
+//   -DNUM_WARPS -DSTAGES -DTILE=16 | 32 ... -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
 //   -DFUSED_ROPE=0 | 1   1: q, k and v come as the product made them; -DROPE_FP32 (rotation.cuh)
 //
 // Bound by memory: what counts is bytes in flight. A thread block takes a work item (a row's tokens
-// begin .. end - 1) and one KV head, whose GROUP query heads are the 16 rows of a tensor core tile: more
-// than 16 take several blocks, fewer leave rows empty, which costs nothing here. With FUSED_ROPE there is a
-// block for each item; without, block y takes items y, y + gridDim.y, ..., so that a launch for the largest
-// list costs little when the list is short.
+// begin .. end - 1) and one KV head with its GROUP query heads; more than 16 take several blocks. Block y takes
+// item y, then others, there and back along the list, which begins with the long ones. All blocks of a launch run
+// at a time: the next kernel may start early only when none is left to begin.
 //
-//   tile (16 tokens)   0  1  2  3  4  5  6  7  8 ...
+//   tile (TILE tokens) 0  1  2  3  4  5  6  7  8 ...
 //   warp               0  1  2  3  0  1  2  3  0 ...     each warp with a ring of STAGES tiles of its own,
 //                                                        filled by cp.async: no barrier in the loop
+//
+// Keys stand on the left of the tensor cores' products, S^T = K Q^T and O^T = V^T P^T: tiles of 16 tokens or
+// columns by 8 query heads, where heads on the left would mostly leave 8 or more of 16 rows empty.
 //
 // The warps' softmax sums meet in shared memory at the end. Of a row that is split into several items,
 // each leaves its part in global memory, and the block that finds all others' parts there merges them.
@@ -33,13 +35,14 @@
 #include "common/rotation.cuh"
 #endif
 
-constexpr int TILE = 16;
+constexpr int SUBTILES = TILE / 16;  // of the tensor cores
 constexpr int TILE_BYTES = TILE * KvLayout::STRIDE;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
 constexpr int THREADS = NUM_WARPS * 32;
 constexpr int ROW_BLOCKS = (GROUP + 15) / 16;
-constexpr int SUM_STRIDE = HEAD_DIM + 8;  // floats between rows of O: no bank conflicts
-constexpr int WARP_SUMS = NUM_WARPS * 16 * SUM_STRIDE, PART_WEIGHTS = 16 * MAX_PARTS;
+constexpr int HEAD_TILES = GROUP > 8 ? 2 : 1, MAX_HEADS = 8 * HEAD_TILES;  // of a block
+constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats between heads' O: no bank conflicts
+constexpr int WARP_SUMS = NUM_WARPS * MAX_HEADS * SUM_STRIDE, PART_WEIGHTS = MAX_HEADS * MAX_PARTS;
 constexpr int SUMS = WARP_SUMS > PART_WEIGHTS ? WARP_SUMS : PART_WEIGHTS;  // floats: first the one, then the other
 static_assert(BLOCK_SIZE % TILE == 0, "a tile must not straddle blocks of the cache");
 
@@ -47,9 +50,9 @@ constexpr bool QUERY_IN_SMEM = HEAD_DIM > 128;  // registers would not hold it b
 
 // Shared memory: rings of tiles, the queries' fragments if QUERY_IN_SMEM, and if FUSED_ROPE rotated queries and
 // the newest key and value as the cache has them.
-constexpr int FRAGMENTS_AT = NUM_WARPS * STAGES * STAGE_BYTES;  // [K_STEPS][32]
-constexpr int ROTATED_AT = FRAGMENTS_AT + (QUERY_IN_SMEM ? K_STEPS * 32 * 16 : 0);
-constexpr int NEWEST_AT = ROTATED_AT + 16 * QueryLayout::STRIDE;
+constexpr int FRAGMENTS_AT = NUM_WARPS * STAGES * STAGE_BYTES;  // [K_STEPS][HEAD_TILES][32]
+constexpr int ROTATED_AT = FRAGMENTS_AT + (QUERY_IN_SMEM ? K_STEPS * 32 * HEAD_TILES * 8 : 0);
+constexpr int NEWEST_AT = ROTATED_AT + MAX_HEADS * QueryLayout::STRIDE;
 
 // The same number, but the compiler does not know that it is the same for every item: it would keep what follows
 // from it (places in shared memory) from item to item, in up to a third more registers.
@@ -60,7 +63,7 @@ DEV u32 made_anew(u32 x) {
   return x;
 }
 
-struct alignas(16) Fragment { u32 a[4]; };
+struct alignas(8) Fragment { u32 b[2]; };  // 16 columns of 8 queries, as a right operand
 struct alignas(16) Chunk { u32 words[4]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decode(
@@ -74,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     kv_t* v_cache,
     const int* __restrict__ block_table, // [table rows, table_stride]
     const WorkItem* __restrict__ work,   // [*num_work or more]
-    const int* __restrict__ num_work,    // if FUSED_ROPE, from 1 to gridDim.y
+    const int* __restrict__ num_work,
     long long q_stride, int table_stride, int num_kv_heads, float scale, float cap, float v_scale
 #if FUSED_ROPE
     ,
@@ -88,12 +91,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
   extern __shared__ __align__(128) u8 smem[];
   scale *= KV_UNIT;
   v_scale *= KV_UNIT;
-#if FUSED_ROPE
-  const WorkItem item = work[blockIdx.y];
-  if ((int)blockIdx.y >= *num_work) return;
-  const u32 thread = threadIdx.x;
-  do {  // once; `continue` is done with an item
-#else
   bool has_waited = false;
   auto wait_once = [&] {
     if (!has_waited) {
@@ -103,11 +100,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     has_waited = true;
   };
   const int count = *num_work;
+  WorkItem item = work[blockIdx.y], next;
+  int advance = 2 * (gridDim.y - blockIdx.y) - 1;
   // The barrier: nobody reads shared memory any more, which the next item fills.
-  for (int index = blockIdx.y; index < count; index += gridDim.y, __syncthreads()) {
-    const WorkItem item = work[index];
+  for (int index = blockIdx.y; index < count;
+       index += advance, advance = 2 * gridDim.y - advance, item = next, __syncthreads()) {
     const u32 thread = made_anew(threadIdx.x);
-#endif
     const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int kv_head = blockIdx.x / ROW_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % ROW_BLOCKS * 16;  // of this block's query heads
@@ -170,9 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     const int newest = item.end - 1;
     const long long newest_block = has_newest ? table_row[newest / BLOCK_SIZE] : 0;
     #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) load_tile(i);
-    grid_dependency_wait();
-    grid_dependency_launch();
+    for (int i = 0; i < STAGES; i++) load_tile(i);
+    wait_once();
 
     // The block's heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
     const int num_new = heads + (has_newest ? 2 : 0);
@@ -201,45 +198,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
 #else
     // ... which wrote q and the newest token, which can only be an item's last.
     #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
+    for (int i = 0; i < STAGES; i++) {
       if (warp + i * NUM_WARPS >= num_tiles - 1) wait_once();
       load_tile(i);
     }
     wait_once();
 #endif
 
-    auto load_query = [&](int k, u32 (&a)[4]) {
+    auto load_query = [&](int k, Fragment (&f)[HEAD_TILES]) {
       #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int row = g + i % 2 * 8, column = query_column(k, t, i / 2);
+      for (int i = 0; i < 2 * HEAD_TILES; i++) {
+        const int row = g + i / 2 * 8, column = query_column(k, t, i % 2);
 #if FUSED_ROPE
         const u8* from = smem + ROTATED_AT + QueryLayout::offset(row, column / 8) + column % 8 * 2;
 #else
         const scalar_t* from = q + item.row * q_stride + (first_head + row) * HEAD_DIM + column;
 #endif
-        a[i] = row < heads ? query_operand(*(const u32*)from) : 0u;
+        f[i / 2].b[i % 2] = row < heads ? query_operand(*(const u32*)from) : 0u;
       }
     };
-    u32 query[QUERY_IN_SMEM ? 1 : K_STEPS][4];  // fragments by k step, the same in every warp
-    Fragment* shared_query = (Fragment*)(smem + FRAGMENTS_AT);
+    Fragment query[QUERY_IN_SMEM ? 1 : K_STEPS][HEAD_TILES];  // by k step, the same in every warp
+    Fragment* shared_query = (Fragment*)(smem + FRAGMENTS_AT) + lane;
     if (QUERY_IN_SMEM) {
-      for (int k = warp; k < K_STEPS; k += NUM_WARPS) load_query(k, shared_query[k * 32 + lane].a);
+      for (int k = warp; k < K_STEPS; k += NUM_WARPS) {
+        load_query(k, query[0]);
+        #pragma unroll
+        for (int h = 0; h < HEAD_TILES; h++) shared_query[(k * HEAD_TILES + h) * 32] = query[0][h];
+      }
       __syncthreads();
     } else {
       #pragma unroll
       for (int k = 0; k < K_STEPS; k++) load_query(k, query[k]);
     }
 
-    float o[N_TILES][4];
+    // Of heads 2t and 2t + 1 of each tile: sums of columns g and g + 8 (or 2g and 2g + 1), maximum, denominator.
+    float o[K_STEPS][HEAD_TILES][4], m[HEAD_TILES][2], l[HEAD_TILES][2];
     #pragma unroll
-    for (int n = 0; n < N_TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-    float m[2] = {NO_MAXIMUM, NO_MAXIMUM}, l[2] = {0.f, 0.f};  // of rows g and g + 8
+    for (int h = 0; h < HEAD_TILES; h++) {
+      #pragma unroll
+      for (int k = 0; k < K_STEPS; k++) o[k][h][0] = o[k][h][1] = o[k][h][2] = o[k][h][3] = 0.f;
+      m[h][0] = m[h][1] = NO_MAXIMUM;
+      l[h][0] = l[h][1] = 0.f;
+    }
     const float score_scale = SCORE_SCALE(scale);
 
     for (int i = 0; i < my_tiles; i++) {
-      copy_async_wait<STAGES - 2>();
+      copy_async_wait<STAGES - 1>();
       __syncwarp();
-      load_tile(i + STAGES - 1);
       const smem_t keys = ring + i % STAGES * STAGE_BYTES + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
 #if FUSED_ROPE
       if (has_newest && warp + i * NUM_WARPS == num_tiles - 1) {
@@ -253,109 +258,139 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
       }
 #endif
 
-      float s[2][4] = {};
+      // Scores of tokens g and g + 8 of each subtile, of heads 2t and 2t + 1.
+      float s[SUBTILES][HEAD_TILES][4] = {};
       #pragma unroll
       for (int load = 0; load < LOADS; load++) {
-        KeyFragment f;
-        f.load(keys, load);
+        KeyFragment f[SUBTILES];
+        #pragma unroll
+        for (int j = 0; j < SUBTILES; j++) f[j].load(keys + j * 16 * KvLayout::STRIDE, load);
         #pragma unroll
         for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
           const int k = load * K_STEPS_PER_LOAD + step;
-          if (k < K_STEPS) {
-            if (QUERY_IN_SMEM) {
-              const Fragment a = shared_query[k * 32 + lane];
-              f.multiply(step, s[0], s[1], a.a);
-            } else {
-              f.multiply(step, s[0], s[1], query[QUERY_IN_SMEM ? 0 : k]);
+          if (k < K_STEPS)
+            #pragma unroll
+            for (int h = 0; h < HEAD_TILES; h++) {
+              const Fragment b =
+                  QUERY_IN_SMEM ? shared_query[(k * HEAD_TILES + h) * 32] : query[QUERY_IN_SMEM ? 0 : k][h];
+              #pragma unroll
+              for (int j = 0; j < SUBTILES; j++) {
+                u32 a[4];
+                f[j].left_operand(step, a);
+                mma(s[j][h], a, b.b[0], b.b[1]);
+              }
             }
-          }
         }
       }
 
       const int offset = first_token + (warp + i * NUM_WARPS) * TILE - item.begin;  // of the tile
       const bool whole = offset >= 0 && offset + TILE <= (int)num_visible;
-      float highest[2] = {HIDDEN, HIDDEN};
+      bool rises = false;
+      float highest[HEAD_TILES][2];
       #pragma unroll
-      for (int n = 0; n < 2; n++)
+      for (int h = 0; h < HEAD_TILES; h++)
         #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          s[n][e] = cap_score(s[n][e], scale, cap);
-          if (!whole && (u32)(offset + n * 8 + t * 2 + e % 2) >= num_visible) s[n][e] = HIDDEN;
-          highest[e / 2] = fmaxf(highest[e / 2], s[n][e]);
-        }
-      float factor[2];
-      #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 1));
-        highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], 2));
-        factor[h] = raise_maximum(m[h], highest[h] * score_scale);
-        l[h] *= factor[h];
-      }
-      #pragma unroll
-      for (int n = 0; n < 2; n++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          s[n][e] = exp2_fast(s[n][e] * score_scale - m[e / 2]);
-          l[e / 2] += s[n][e];
-        }
-      if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
-        #pragma unroll
-        for (int n = 0; n < N_TILES; n++)
+        for (int head = 0; head < 2; head++) {
+          highest[h][head] = HIDDEN;
           #pragma unroll
-          for (int e = 0; e < 4; e++) o[n][e] *= factor[e / 2];
+          for (int j = 0; j < SUBTILES; j++)
+            #pragma unroll
+            for (int e = head; e < 4; e += 2) {
+              s[j][h][e] = cap_score(s[j][h][e], scale, cap);
+              if (!whole && (u32)(offset + j * 16 + e / 2 * 8 + g) >= num_visible) s[j][h][e] = HIDDEN;
+              highest[h][head] = fmaxf(highest[h][head], s[j][h][e]);
+            }
+          rises |= highest[h][head] * score_scale > m[h][head] + MAX_LAG;
+        }
+      if (__any_sync(~0u, rises)) {  // else no maximum would be raised
+        #pragma unroll
+        for (int h = 0; h < HEAD_TILES; h++)
+          #pragma unroll
+          for (int head = 0; head < 2; head++) {
+            #pragma unroll
+            for (int d = 4; d < 32; d *= 2)
+              highest[h][head] = fmaxf(highest[h][head], __shfl_xor_sync(~0u, highest[h][head], d));
+            const float factor = raise_maximum(m[h][head], highest[h][head] * score_scale);
+            l[h][head] *= factor;
+            #pragma unroll
+            for (int k = 0; k < K_STEPS; k++) {
+              o[k][h][head] *= factor;
+              o[k][h][2 + head] *= factor;
+            }
+          }
       }
+      u32 weights[SUBTILES][HEAD_TILES][2];
+      #pragma unroll
+      for (int j = 0; j < SUBTILES; j++)
+        #pragma unroll
+        for (int h = 0; h < HEAD_TILES; h++) {
+          #pragma unroll
+          for (int e = 0; e < 4; e++) {
+            s[j][h][e] = exp2_fast(s[j][h][e] * score_scale - m[h][e % 2]);
+            l[h][e % 2] += s[j][h][e];
+          }
+          weights[j][h][0] = transpose_8x8(pack_operand(s[j][h][0], s[j][h][1]));
+          weights[j][h][1] = transpose_8x8(pack_operand(s[j][h][2], s[j][h][3]));
+        }
 
-      const u32 weights[4] = {pack_operand(s[0][0], s[0][1]), pack_operand(s[0][2], s[0][3]),
-                              pack_operand(s[1][0], s[1][1]), pack_operand(s[1][2], s[1][3])};
       #pragma unroll
       for (int load = 0; load < LOADS; load++) {
-        ValueFragment f;
-        f.load(values, load);
+        ValueFragment f[SUBTILES];
         #pragma unroll
-        for (int tile = 0; tile < N_TILES_PER_LOAD; tile++) {
-          const int n = load * N_TILES_PER_LOAD + tile;
-          if (n < N_TILES) f.multiply(tile, o[n], weights);
+        for (int j = 0; j < SUBTILES; j++) f[j].load(values + j * 16 * KvLayout::STRIDE, load);
+        #pragma unroll
+        for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
+          const int k = load * K_STEPS_PER_LOAD + step;
+          if (k < K_STEPS)
+            #pragma unroll
+            for (int j = 0; j < SUBTILES; j++) {
+              u32 a[4];
+              f[j].left_operand(step, a);
+              #pragma unroll
+              for (int h = 0; h < HEAD_TILES; h++) mma(o[k][h], a, weights[j][h][0], weights[j][h][1]);
+            }
         }
       }
+      __syncwarp();  // all lanes have read the tile
+      load_tile(i + STAGES);
     }
+    next = work[min(index + advance, count - 1)];  // on its way while this item ends
 
     // The warps' sums, in shared memory in place of the rings.
-    copy_async_wait<0>();
     __syncthreads();
-    float* sums = (float*)smem;                             // [NUM_WARPS][16][SUM_STRIDE]
-    float* maxima = sums + SUMS;                            // [NUM_WARPS][16]
-    float* denominators = maxima + NUM_WARPS * 16;          // [NUM_WARPS][16]
+    float* sums = (float*)smem;                             // [NUM_WARPS][MAX_HEADS][SUM_STRIDE]
+    float* maxima = sums + SUMS;                            // [NUM_WARPS][MAX_HEADS]
+    float* denominators = maxima + NUM_WARPS * MAX_HEADS;   // [NUM_WARPS][MAX_HEADS]
     #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      l[h] += __shfl_xor_sync(~0u, l[h], 1);
-      l[h] += __shfl_xor_sync(~0u, l[h], 2);
-      const int row = warp * 16 + g + 8 * h;
-      if (g + 8 * h < heads) {
+    for (int h = 0; h < HEAD_TILES; h++)
+      #pragma unroll
+      for (int e = 0; e < 2; e++) {
         #pragma unroll
-        for (int pair = 0; pair < N_TILES; pair++) {
-          float* to = sums + row * SUM_STRIDE + output_column(pair, t);
-          output_pair(o, pair, h, to[0], to[1]);
-        }
-        if (t == 0) {
-          maxima[row] = m[h];
-          denominators[row] = l[h];
+        for (int d = 4; d < 32; d *= 2) l[h][e] += __shfl_xor_sync(~0u, l[h][e], d);
+        const int head = 8 * h + 2 * t + e, row = warp * MAX_HEADS + head;
+        if (head < heads) {
+          #pragma unroll
+          for (int k = 0; k < K_STEPS; k++) store_columns(sums + row * SUM_STRIDE, k, g, o[k][h][e], o[k][h][2 + e]);
+          if (g == 0) {
+            maxima[row] = m[h][e];
+            denominators[row] = l[h][e];
+          }
         }
       }
-    }
     __syncthreads();
     constexpr int QUADS = HEAD_DIM / 4;
     for (int i = thread; i < heads * QUADS; i += THREADS) {
       const int row = i / QUADS, column = i % QUADS * 4;
       float top = maxima[row];
       #pragma unroll
-      for (int w = 1; w < NUM_WARPS; w++) top = fmaxf(top, maxima[w * 16 + row]);
+      for (int w = 1; w < NUM_WARPS; w++) top = fmaxf(top, maxima[w * MAX_HEADS + row]);
       float denominator = 0.f;
       Float4 sum = {0.f, 0.f, 0.f, 0.f};
       #pragma unroll
       for (int w = 0; w < NUM_WARPS; w++) {
-        const float weight = exp2_fast(maxima[w * 16 + row] - top);
-        const Float4 part = *(const Float4*)(sums + (w * 16 + row) * SUM_STRIDE + column);
-        denominator += weight * denominators[w * 16 + row];
+        const float weight = exp2_fast(maxima[w * MAX_HEADS + row] - top);
+        const Float4 part = *(const Float4*)(sums + (w * MAX_HEADS + row) * SUM_STRIDE + column);
+        denominator += weight * denominators[w * MAX_HEADS + row];
         sum.x += weight * part.x;
         sum.y += weight * part.y;
         sum.z += weight * part.z;
@@ -377,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     // Last to arrive? The counter falls back to zero for the next launch.
     __threadfence();
     __syncthreads();
-    int* is_last = (int*)(denominators + NUM_WARPS * 16);
+    int* is_last = (int*)(denominators + NUM_WARPS * MAX_HEADS);
     if (thread == 0) {
       const u32 before = atomicInc(arrivals + (long long)item.split * gridDim.x + blockIdx.x, item.num_parts - 1);
       *is_last = before == (u32)item.num_parts - 1;
@@ -385,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     __syncthreads();
     if (!*is_last) continue;
     __threadfence();
-    float* weights = sums;  // [16][num_parts], normalised
+    float* weights = sums;  // [heads][num_parts], normalised
     const float* lse = part_lse + (long long)item.first_part * num_heads + first_head;
     for (int row = warp; row < heads; row += NUM_WARPS) {
       float top = NO_MAXIMUM, total = 0.f;
@@ -408,10 +443,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
       const Float4 sum = merge_parts(from, weights + row * item.num_parts, item.num_parts, num_heads * HEAD_DIM);
       store_scalars(out + ((long long)item.row * num_heads + head) * HEAD_DIM + column, sum);
     }
-#if FUSED_ROPE
-  } while (false);
-#else
   }
   wait_once();  // also without an item: the next kernel relies on it (dependent_launch.cuh)
-#endif
 }

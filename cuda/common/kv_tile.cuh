@@ -3,8 +3,8 @@
 //   -DHEAD_DIM=64 | 80 | 96 | 128 | 256 ...   a multiple of 16   and of kv_type.cuh: -DKV_...
 //
 // A tile is rows of one token each. Row r, 16-byte chunk c lies where no two of eight consecutive rows
-// share banks: chunks are exchanged by c ^ (r & 7) if a row is a multiple of 128 bytes, and rows are an
-// odd number of chunks apart otherwise.
+// share banks: chunks are exchanged by c ^ (r & 7) if a row is a multiple of 128 bytes, by c ^ (r / 2 & 3) if it
+// is one of 64 bytes, and rows are an odd number of chunks apart otherwise.
 //
 // 8-bit numbers become fp16 in registers (exactly), and the products are fp16's. A 32-bit register then
 // holds four numbers, where two are expected, and instead of shuffling them we let the columns of a
@@ -17,18 +17,19 @@
 // Places of 16-byte chunks in a tile whose rows have `BYTES` bytes.
 template <int BYTES> struct TileLayout {
   static constexpr int CHUNKS = BYTES / 16;
-  static constexpr bool EXCHANGED = CHUNKS % 8 == 0;
+  static constexpr int EXCHANGED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 0;  // chunks, within each other
+  static constexpr int PAIRS = EXCHANGED ? EXCHANGED / 2 : 1;
   static constexpr int STRIDE = (EXCHANGED ? CHUNKS : CHUNKS | 1) * 16;  // bytes from row to row
 
   static DEV u32 offset(int row, int chunk) {
-    return row * STRIDE + ((EXCHANGED ? chunk ^ (row & 7) : chunk) << 4);
+    return row * STRIDE + ((EXCHANGED == 8 ? chunk ^ (row & 7) : EXCHANGED == 4 ? chunk ^ (row >> 1 & 3) : chunk) << 4);
   }
   // For ldmatrix of 16 rows and two chunks: lanes 0 to 15 point to the rows' first chunk, the others to
   // the second. That of chunks 0 and 1, to be added to the address of the first row (a multiple of 128):
   static DEV u32 lane_offset(int lane) { return offset(lane & 15, lane >> 4); }
   // ... and from there to chunks 2 * pair and 2 * pair + 1, with next to no arithmetic.
   static DEV smem_t at(smem_t lane_address, int pair) {
-    return EXCHANGED ? (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * 128 : lane_address + pair * 32;
+    return EXCHANGED ? (lane_address ^ (pair % PAIRS << 5)) + pair / PAIRS * PAIRS * 32 : lane_address + pair * 32;
   }
 };
 
@@ -90,6 +91,17 @@ DEV u32 fp8_operand(u32 four, int first, int second) {
 #endif
 }
 
+// All of `four` as two operands: bytes 0, 1 and bytes 2, 3, or if ALTERNATE bytes 0, 2 and bytes 1, 3.
+template <bool ALTERNATE> DEV void fp8_operands(u32 four, u32& first, u32& second) {
+#if defined(KV_E4M3) && !defined(KV_E4M3_BY_BITS)
+  asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\ncvt.rn.f16x2.e4m3x2 %0, lo;\ncvt.rn.f16x2.e4m3x2 %1, hi;\n}"
+      : "=r"(first), "=r"(second) : "r"(ALTERNATE ? __byte_perm(four, 0, 0x3120) : four));
+#else
+  first = fp8_operand(four, 0, ALTERNATE ? 2 : 1);
+  second = fp8_operand(four, ALTERNATE ? 1 : 2, 3);
+#endif
+}
+
 // --- operands of S = Q K^T: load `l` of 16 tokens gives K_STEPS_PER_LOAD steps. `address` of tile rows: with
 // the lane's KvLayout::lane_offset ---
 
@@ -111,6 +123,15 @@ struct KeyFragment {
 #else
     mma(s0, a, raw[0], raw[2]);
     mma(s1, a, raw[1], raw[3]);
+#endif
+  }
+  // The 16 tokens at the load's k step `step` as the left operand, of S^T = K Q^T.
+  DEV void left_operand(int step, u32 (&a)[4]) const {
+#if KV_FP8
+    fp8_operands<false>(raw[2 * step], a[0], a[2]);
+    fp8_operands<false>(raw[2 * step + 1], a[1], a[3]);
+#else
+    a[0] = raw[0], a[1] = raw[1], a[2] = raw[2], a[3] = raw[3];
 #endif
   }
 };
@@ -140,6 +161,15 @@ struct ValueFragment {
     mma(o, p, raw[2 * tile], raw[2 * tile + 1]);
 #endif
   }
+  // The load's columns 16 * step and on (of 16 * K_STEPS_PER_LOAD) as the left operand, of O^T = V^T P^T.
+  DEV void left_operand(int step, u32 (&a)[4]) const {
+#if KV_FP8
+    fp8_operands<true>(raw[2 * step], a[0], a[1]);
+    fp8_operands<true>(raw[2 * step + 1], a[2], a[3]);
+#else
+    a[0] = raw[0], a[1] = raw[2], a[2] = raw[1], a[3] = raw[3];
+#endif
+  }
 };
 
 // O's accumulators hold pairs of neighbouring columns, N_TILES pairs for each of a lane's two rows.
@@ -153,6 +183,17 @@ template <int TILES> DEV void output_pair(const float (&o)[TILES][4], int pair, 
 #else
   lo = o[pair][2 * upper];
   hi = o[pair][2 * upper + 1];
+#endif
+}
+
+// Of O^T's accumulators for columns 16 * step and on: a lane's rows g and g + 8 into one head's O.
+DEV void store_columns(float* o, int step, int g, float upper, float lower) {
+#if KV_FP8
+  struct alignas(8) Pair { float a, b; };
+  *(Pair*)(o + 16 * step + 2 * g) = Pair{upper, lower};
+#else
+  o[16 * step + g] = upper;
+  o[16 * step + 8 + g] = lower;
 #endif
 }
 

@@ -35,7 +35,7 @@ from engine.ops.plan_decode import ITEM_FIELDS, MAX_PARTS, DecodePlan, PlanLimit
 from engine.ops.rope_and_cache import FP8_DEFINES
 
 LOG2_E = 1.4426950408889634
-TILE = 16  # tokens; query heads, too
+HEADS = 16  # query heads that a thread block takes
 QUERY_IN_SMEM_ABOVE = 128  # head sizes; as in the kernel
 
 
@@ -190,10 +190,9 @@ def run(
     limits = plan.limits
     assert limits.blocks_per_item == blocks_per_item(num_heads, num_kv_heads)
     assert len(scratch.part_o) >= limits.max_parts(plan.batch)
-    num_blocks = plan.max_items
-    if not rotation:
-        # a block takes several items: twice as many blocks as the device holds do for any number
-        num_blocks = min(num_blocks, -(-2 * limits.slots // limits.blocks_per_item))
+    # as many blocks as the device holds, for any number of items: while blocks wait for a place, the next
+    # kernel cannot start early, though most would find no item
+    num_blocks = min(plan.max_items, limits.items_at_once)
     variant.kernel(
         (limits.blocks_per_item, num_blocks),
         (variant.num_warps * 32,),
@@ -246,7 +245,7 @@ def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> No
 
 def blocks_per_item(num_heads: int, num_kv_heads: int) -> int:
     """Thread blocks for one work item: one for each KV head and 16 of its query heads."""
-    return num_kv_heads * -(-(num_heads // num_kv_heads) // TILE)
+    return num_kv_heads * -(-(num_heads // num_kv_heads) // HEADS)
 
 
 def plan_limits(
@@ -263,7 +262,7 @@ def plan_limits(
     multiprocessor of an H200."""
     properties = torch.cuda.get_device_properties(device)
     arch = jit.device_arch(device.index)
-    shape = Shape.choose(head_dim, kv_dtype, arch, rotates=True)
+    shape = Shape.choose(head_dim, kv_dtype, num_heads // num_kv_heads, arch, rotates=True)
     resident = properties.shared_memory_per_multiprocessor // (shape.smem_bytes + 1024)
     resident = max(1, min(resident, shape.blocks_per_sm))
     return PlanLimits(
@@ -280,40 +279,51 @@ class Shape:
     """How a kernel variant uses a multiprocessor."""
 
     num_warps: int
+    tile: int  # tokens
     stages: int  # tiles of each warp under way or in use
     blocks_per_sm: int
     smem_bytes: int
 
     @classmethod
     def choose(
-        cls, head_dim: int, kv_dtype: torch.dtype, arch: str, rotates: bool = False
+        cls,
+        head_dim: int,
+        kv_dtype: torch.dtype,
+        group: int,
+        arch: str,
+        rotates: bool = False,
+        block_size: int = 64,
     ) -> "Shape":
         """Bytes in flight count: some 30 KB for each multiprocessor cover the latency of any memory, and
         100 KB make up for uneven arrival on Hopper. More warps help with small tiles."""
         row_bytes = head_dim * kv_dtype.itemsize
-        tile_bytes = 2 * TILE * row_stride(row_bytes)
+        token_bytes = 2 * row_stride(row_bytes)
         query_bytes = head_dim // 16 * 512 if head_dim > QUERY_IN_SMEM_ABOVE else 0
         if rotates:  # queries, then one key and value
-            query_bytes += TILE * row_stride(2 * head_dim) + 2 * row_bytes
+            query_bytes += HEADS * row_stride(2 * head_dim) + 2 * row_bytes
         if arch == "sm_90a":
             blocks = 1 if row_bytes > 256 else 2
             budget = 228 * 1024 // blocks - 1024
         else:  # 82 KB fit twice into an A100, once into the others
             blocks, budget = 2 if row_bytes <= 256 else 1, 81 * 1024
-        num_warps = 4 if 4 * 2 * tile_bytes + query_bytes <= budget else 2
-        if arch == "sm_90a" and tile_bytes <= 4096 and kv_dtype.itemsize == 2:
-            num_warps = 8  # eight warps' registers would not hold an 8-bit cache's conversions
-        stages = min(6, (budget - query_bytes) // (num_warps * tile_bytes))
+        # short rows: a round of maxima and exponentials for twice as many tokens
+        tile = 32 if row_bytes <= 64 and block_size % 32 == 0 else 16
+        num_warps = 4 if 4 * 2 * tile * token_bytes + query_bytes <= budget else 2
+        # eight warps' registers hold sums of 64 columns for 16 heads, or of 128 for 8
+        if arch == "sm_90a" and 16 * token_bytes <= 4096 and (head_dim <= 64 or group <= 8):
+            num_warps = 8
+        stage_bytes = num_warps * tile * token_bytes
+        stages = min(6, (budget - query_bytes) // stage_bytes)
         # at the end: the warps' sums or the weights of a row's parts, maxima, denominators, a flag
-        sums = 4 * (max(num_warps * TILE * (head_dim + 8), TILE * MAX_PARTS) + 2 * num_warps * TILE)
-        smem_bytes = max(num_warps * stages * tile_bytes + query_bytes, sums + 16)
-        return cls(num_warps, stages, blocks, smem_bytes)
+        sums = max(num_warps * HEADS * (head_dim + 4), HEADS * MAX_PARTS) + 2 * num_warps * HEADS
+        smem_bytes = max(stages * stage_bytes + query_bytes, 4 * sums + 16)
+        return cls(num_warps, tile, stages, blocks, smem_bytes)
 
 
 def row_stride(row_bytes: int) -> int:
     """Bytes between rows of a tile in shared memory (TileLayout in kv_tile.cuh)."""
     chunks = row_bytes // 16
-    return (chunks if chunks % 8 == 0 else chunks | 1) * 16
+    return (chunks if chunks % 4 == 0 else chunks | 1) * 16
 
 
 @dataclass(frozen=True)
@@ -351,10 +361,11 @@ def variant(
 ) -> jit.VariantSpec:
     """With `angle_dtype` the one of ops.rotated_decode, whose cos and sin have that type."""
     rotates = angle_dtype is not None
-    shape = Shape.choose(head_dim, kv_dtype, arch, rotates)
+    shape = Shape.choose(head_dim, kv_dtype, group, arch, rotates, block_size)
     defines = {
         **attention_defines(dtype, kv_dtype, head_dim, group, block_size, has_softcap),
         "NUM_WARPS": shape.num_warps,
+        "TILE": shape.tile,
         "STAGES": shape.stages,
         "BLOCKS_PER_SM": shape.blocks_per_sm,
         "FUSED_ROPE": int(rotates),
