@@ -1,14 +1,16 @@
-"""Launch a kernel that may start before the kernel in front of it has ended.
+"""Launch a kernel that may start before the kernel in front of it has ended, or whose blocks all run at once.
 
 CuPy's launch has no attributes, so this calls the driver's cuLaunchKernelEx. (CUDA driver API,
-"Execution Control"; the attribute is CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.) In a captured
-graph it makes a programmatic edge. What kernels have to do for it: cuda/common/dependent_launch.cuh.
+"Execution Control"; the attributes are CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and
+CU_LAUNCH_ATTRIBUTE_COOPERATIVE.) In a captured graph the former makes a programmatic edge. What kernels have
+to do for it: cuda/common/dependent_launch.cuh. The driver refuses the latter if so many blocks do not fit.
 """
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
 
+COOPERATIVE = 2
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -41,7 +43,8 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def launch_dependent(
+def launch_with(
+    attribute_id: int,
     function: int,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -49,8 +52,8 @@ def launch_dependent(
     smem_bytes: int,
     stream: int,
 ) -> None:
-    """Launch the CUfunction. Raises RuntimeError with the driver's error number."""
-    attribute = Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    """Launch the CUfunction with an attribute. Raises RuntimeError with the driver's error number."""
+    attribute = Attribute(id=attribute_id, value=1)
     config = LaunchConfig(
         grid=(*grid, 1, 1)[:3],
         block=(*block, 1, 1)[:3],

@@ -23,7 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.ops.dependent_launch import launch_dependent
+from engine.ops.dependent_launch import (
+    COOPERATIVE,
+    PROGRAMMATIC_STREAM_SERIALIZATION,
+    launch_with,
+)
 from engine.ops.kernel_build import Built, Progress, build
 from engine.ops.kernel_cache import Job, KernelCache, source_path
 from engine.ops.nvrtc import KernelBuildError
@@ -198,8 +202,9 @@ class Kernel:
         block: tuple[int, ...],
         args: Sequence[object],
         smem_bytes: int | None = None,
+        cooperative: bool = False,
     ) -> None:
-        """Launch on torch's current device and stream.
+        """Launch on torch's current device and stream; `cooperative`: all blocks at the same time.
 
         args: tensor.data_ptr() for a pointer, np.int32, np.int64, np.float32 scalars, or a numpy array
         of one element for a struct by value. Every extent of `grid` must be at least 1.
@@ -214,9 +219,14 @@ class Kernel:
             packer.fill(args)
             self._stream.ptr = torch._C._cuda_getCurrentRawStream(device)  # never the last call's
             size = self.smem_bytes if smem_bytes is None else smem_bytes
-            if self._is_dependent and settings.dependent_launches:
+            attribute = 0
+            if cooperative:
+                attribute = COOPERATIVE
+            elif self._is_dependent and settings.dependent_launches:
+                attribute = PROGRAMMATIC_STREAM_SERIALIZATION
+            if attribute:
                 stream = self._stream.ptr
-                launch_dependent(function.ptr, grid, block, packer.addresses, size, stream)
+                launch_with(attribute, function.ptr, grid, block, packer.addresses, size, stream)
             else:
                 function(grid, block, packer.pointers, size, self._stream)
 

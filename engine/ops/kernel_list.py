@@ -6,6 +6,7 @@ Compiling ahead, the report at start and the checks in tests/kernels read this l
 from engine.ops import (
     activation,
     copy_blocks,
+    decoder_layers,
     embed_tokens,
     gated_gemm_sm90,
     logprobs_cuda,
@@ -27,6 +28,7 @@ from engine.ops.jit import KernelConfig, VariantSpec
 OPS = (
     activation,
     copy_blocks,
+    decoder_layers,
     embed_tokens,
     gated_gemm_sm90,
     logprobs_cuda,

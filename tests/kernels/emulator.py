@@ -85,8 +85,10 @@ class EmulatedKernel:
         block: tuple[int, ...],
         args: Sequence[object],
         smem_bytes: int | None = None,
+        cooperative: bool = False,
     ) -> None:
-        """As engine.ops.jit.Kernel: pointers are tensors' data_ptr(), here of CPU tensors."""
+        """As engine.ops.jit.Kernel: pointers are tensors' data_ptr(), here of CPU tensors. A cooperative
+        kernel is compiled with CLUSTER, the number of its blocks."""
         shape = [*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3]]
         assert all(extent >= 1 for extent in shape), f"{self.name}: empty launch {grid} {block}"
         assert np.prod(shape[3:]) <= 1024, f"{self.name}: {block} threads are too many for a block"

@@ -1,0 +1,91 @@
+"""All layers of a small step in one kernel, in the emulator: a few thread blocks at a time."""
+
+import pytest
+import torch
+
+from engine.ops import decoder_layers
+from engine.ops.decoder_layers import Layer, Shape
+from tests.kernels import emulator
+from tests.kernels.decoder_layers_cases import Step
+from tests.kernels.emulator import emulated
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+NARROW = Shape(BF16, 128, 192, 2, 1, 64, 64)  # less than a chunk for each warp
+LONG_ROWS = Shape(BF16, 192, 1216, 6, 2, 64, 16)  # rows of several pieces, the last one short
+WIDE_HEADS = Shape(FP16, 640, 704, 4, 2, 128, 32)
+MANY_HEADS = Shape(BF16, 64, 128, 16, 1, 64, 64)
+
+
+def run(step: Step, smem_bytes: int = 1 << 19, **defines: int) -> None:
+    want, caches = step.reference()
+    hidden = step.hidden.clone()
+    with emulated(decoder_layers):
+        step.launch(hidden, step.spec(smem_bytes, CLUSTER=step.num_blocks, **defines))
+    step.check(hidden, want, caches)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lens", "options"),
+    [
+        (NARROW, [200, 1], {}),
+        (NARROW, [1], {"padding": 1, "has_bias": True}),
+        (NARROW, [600], {"has_qk_norm": True}),  # several tiles for a warp
+        (LONG_ROWS, [130], {"has_bias": True}),
+        (WIDE_HEADS, [17], {"has_bias": True, "has_qk_norm": True}),
+        (MANY_HEADS, [64, 65, 16], {}),
+    ],
+    ids=str,
+)
+def test_against_the_definition(shape: Shape, lens: list[int], options: dict[str, bool]) -> None:
+    run(Step(shape, lens, num_blocks=3, **options))
+
+
+def test_eight_rows() -> None:
+    step = Step(NARROW, [1, 15, 16, 17, 128, 129, 5, 64], num_blocks=8, num_layers=1)
+    run(step)
+
+
+@pytest.mark.parametrize("schedule", ["EMU_LATE", "EMU_BACKWARDS"])
+def test_a_ring_that_comes_round(schedule: str) -> None:
+    """Few slots, so that flights wait for others to be read, and lie across the ring's end."""
+    step = Step(LONG_ROWS, [70, 3], num_blocks=4, num_layers=3)
+    large, pitch = step.spec(1 << 19), 1088
+    small = large.smem_bytes - pitch * (int(large.defines["SLOTS"]) - 36)
+    assert int(step.spec(small).defines["SLOTS"]) in range(32, 37)
+    run(step, small, **{schedule: 1})
+
+
+def test_launches_one_after_another() -> None:
+    step = Step(NARROW, [300, 40], num_blocks=3)
+    for lens in ([300, 40], [7, 1], [129]):
+        step.draw(lens)
+        run(step)
+
+
+def test_what_is_supported() -> None:
+    shape = Shape(BF16, 896, 4864, 14, 2, 64, 64)
+    assert decoder_layers.supports(shape, 132)
+    assert not decoder_layers.supports(shape, 80)
+    assert not decoder_layers.supports(Shape(BF16, 900, 4864, 14, 2, 64, 64), 132)
+    assert not decoder_layers.supports(Shape(BF16, 896, 4864, 14, 2, 96, 64), 132)
+    assert not decoder_layers.supports(Shape(torch.float32, 896, 4864, 14, 2, 64, 64), 132)
+    assert not decoder_layers.supports(Shape(BF16, 2048, 4864, 32, 32, 64, 64), 132)
+    assert decoder_layers.supports(Shape(BF16, 2048, 4864, 32, 32, 64, 64), 132, rows=4)
+    assert not decoder_layers.is_chosen(Shape(BF16, 3584, 18944, 28, 4, 128, 64), 132)
+
+
+def test_tensors_that_cannot_be_read() -> None:
+    step = Step(NARROW, [3])
+    layer = step.table.layers[0]
+    for change in ({"down": layer.down.t()}, {"qkv": layer.qkv.half()}, {"qkv_bias": layer.qkv[0]}):
+        with pytest.raises(ValueError, match="a tensor of layer 0 is"):
+            decoder_layers.LayerTable.make(NARROW, [Layer(**{**vars(layer), **change})])
