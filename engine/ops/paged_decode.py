@@ -190,11 +190,8 @@ def run(
     limits = plan.limits
     assert limits.blocks_per_item == blocks_per_item(num_heads, num_kv_heads)
     assert len(scratch.part_o) >= limits.max_parts(plan.batch)
-    # as many blocks as the device holds, for any number of items: while blocks wait for a place, the next
-    # kernel cannot start early, though most would find no item
-    num_blocks = min(plan.max_items, limits.items_at_once)
     variant.kernel(
-        (limits.blocks_per_item, num_blocks),
+        (limits.blocks_per_item, num_blocks(plan)),
         (variant.num_warps * 32,),
         (
             out.data_ptr(),
@@ -215,6 +212,12 @@ def run(
             *rotation,
         ),
     )
+
+
+def num_blocks(plan: DecodePlan) -> int:
+    """Extent of the grid in items: as many blocks as the device runs at a time, for any number of items. While
+    blocks wait for a place, the next kernel cannot start early, even if they would find no item."""
+    return min(plan.max_items, plan.limits.items_at_once)
 
 
 @cache
