@@ -13,7 +13,6 @@ import torch
 
 from engine.api.config import EngineConfig
 from engine.api.messages import EngineLimits, Phase, StepOutput
-from engine.api.process import resident_bytes
 from engine.api.sampling import SamplingParams
 from engine.attention.base import allocate_kv_cache
 from engine.attention.reference import ReferenceAttention
@@ -36,7 +35,7 @@ from engine.swap_space import (
     make_host_tier,
     swap_space_line,
 )
-from engine.weights.loader import load_model
+from engine.weights.loader import cpu_weight_bytes, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,6 @@ def build_engine(
         started = time.monotonic()
     else:
         torch.set_num_threads(resolved.threads)
-    before = resident_bytes()
     with memory_for("loading weights", "free some, or serve a smaller model", resolved.device):
         model = load_model(
             config.model,
@@ -95,7 +93,6 @@ def build_engine(
             seed=config.seed,
             progress=lambda fraction, detail: progress(Phase.LOADING, fraction, detail),
         )
-    weights_bytes = max(0, resident_bytes() - before)
     seconds["load"] = time.monotonic() - started
 
     started = time.monotonic()
@@ -106,6 +103,7 @@ def build_engine(
         )
         weights_bytes = gpu_memory.weights
     else:
+        weights_bytes = cpu_weight_bytes(model_config, resolved.dtype)
         progress(Phase.SIZING, 0.0, "sizing the KV cache")
         decide_num_blocks(resolved, config, model_config)
         runner = build_cpu_runner(model_config, model, resolved)

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.api.config import ConfigError
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, build_model
+from engine.ops.linear import can_pack
 from engine.weights.checkpoint import FLOAT_TYPES, Checkpoint, open_checkpoint
 from engine.weights.kv_scales import Scales, read_kv_scales
 from engine.weights.slots import Slot, Source
@@ -70,6 +71,14 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     model = build_model(replace(config, max_model_len=1), dtype, torch.device("cpu"))
     slots = [slot for layer in model.weighted_layers() for slot in layer.slots()]
     return sum(math.prod(slot.shape) for slot in slots) * dtype.itemsize
+
+
+def cpu_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The same on a CPU, where the head of a model that ties it to the embedding is a packed copy."""
+    size = weight_bytes(config, dtype)
+    if config.tie_word_embeddings and can_pack(dtype):
+        size += config.vocab_size * config.hidden_size * dtype.itemsize
+    return size
 
 
 class Reader:

@@ -20,7 +20,7 @@ from engine.memory import (
 from engine.models.config import ModelConfig
 from engine.resolve import Resolved, cache_rows, decide_num_blocks, resolve
 from engine.runner.device_sampler import DeviceSampler
-from engine.weights.loader import weight_bytes
+from engine.weights.loader import cpu_weight_bytes, weight_bytes
 
 HOPPER_BLOCK_SIZE = 64  # what auto is there; elsewhere 16, which changes the table by a block
 CONTEXT_BYTES = GIB // 2  # of the driver, for the one process of an otherwise free GPU
@@ -59,9 +59,7 @@ def sampling_table_bytes(model: ModelConfig, r: Resolved) -> int:
 def predict_cpu(config: EngineConfig, model: ModelConfig) -> Rows:
     """The table of this machine's CPU. Raises ConfigError as the start would."""
     r = resolve(dataclasses.replace(config, device="cpu"), model)
-    weights = weight_bytes(model, r.dtype)
-    if model.tie_word_embeddings:  # the head is a packed copy of the embedding
-        weights += model.vocab_size * model.hidden_size * r.dtype.itemsize
+    weights = cpu_weight_bytes(model, r.dtype)
     decide_num_blocks(r, config, model, to_load=weights)
     return [
         *decisions(r),

@@ -13,7 +13,7 @@ from engine.api.config import ConfigError, EngineConfig
 from engine.build import account, build_engine
 from engine.memory import GIB
 from engine.models.config import ModelConfig
-from engine.weights.loader import load_model, weight_bytes
+from engine.weights.loader import cpu_weight_bytes, load_model, weight_bytes
 from scripts import doctor
 from scripts.operate import installation, machine
 from scripts.operate.findings import Findings
@@ -106,6 +106,24 @@ def test_the_predicted_table_is_the_one_of_the_start(model: str) -> None:
     shared = set(told) & set(predicted) - {"weights"}
     assert {"dtype", "kv cache", "kv dtype", "concurrency", "max model len"} <= shared
     assert {name: told[name] for name in shared} == {name: predicted[name] for name in shared}
+    sizes = [table["weights"].partition(" GiB")[0] for table in (told, predicted)]
+    assert sizes[0] == sizes[1]
+
+
+def test_weights_of_a_cpu_are_what_its_tensors_hold(tmp_path: Path) -> None:
+    """Matrices are packed, and a tied head is a packed copy of the embedding."""
+    for family in ("llama", "llama_tied"):
+        path = make_tiny(family, tmp_path / family)
+        config = ModelConfig.from_directory(path)
+        loaded = load_model(path, config, torch.float32, torch.device("cpu"))
+        tensors = {id(t): t for layer in loaded.weighted_layers() for t in held_tensors(layer)}
+        assert cpu_weight_bytes(config, torch.float32) == 4 * sum(
+            tensor.numel() for tensor in tensors.values()
+        )
+
+
+def held_tensors(layer: object) -> list[torch.Tensor]:
+    return [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3", "llama_biases"])
