@@ -4,9 +4,9 @@
     python scripts/fuzz_http.py http://127.0.0.1:8000 --requests 20000
 
 Bodies are drawn from the server's own /openapi.json, right, nearly right and with wrong bytes; half of the
-connections misuse HTTP as well. Four streams run beside them, and their text must stay the same. Ends with
-code 1 if there are findings, and 2 if there is no server; `--only N` sends number N of a run again. Without
-`--seed` runs are equal.
+connections misuse HTTP as well. Four streams run beside them, whose tokens and log-probabilities must stay
+the same but for last bits. Ends with code 1 if there are findings, and 2 if there is no server; `--only N`
+sends number N of a run again. Without `--seed` runs are equal.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.fuzz.bodies import Bodies
 from scripts.fuzz.judge import judge, read_answers
-from scripts.fuzz.run import Unusable, fuzz
+from scripts.fuzz.run import Said, Unusable, fuzz
 from scripts.fuzz.values import right
 from scripts.fuzz.wire import Attempt, Wire
 from tests.engine_cpu.tiny_models import make_tiny
@@ -60,6 +60,17 @@ async def test_a_server_that_ends_on_the_way_is_a_finding(tmp_path) -> None:
         server.process.kill()
         report = await run
     assert any("the run broke off" in finding for finding in report.findings)
+
+
+def test_a_disturbed_stream_is_told_from_other_last_bits() -> None:
+    alone = Said(["a", "b"], [-0.5, -0.1], [{"a": -0.5, "x": -0.6}, {"b": -0.1, "c": -3.0}])
+    assert alone.disturbed(alone) is None
+    assert alone.disturbed(Said(["a", "b"], [-0.6, -0.1])) is None
+    assert alone.disturbed(Said(["x", "y"], [-0.5, -9.0])) is None, "a near tie, then another text"
+    assert alone.disturbed(Said(["a", "c"], [-0.5, -0.4])) == "token 1 is 'c', not 'b'"
+    assert alone.disturbed(Said(["z", "b"], [-0.5, -0.1])) == "token 0 is 'z', not 'a'"
+    assert alone.disturbed(Said(["a", "b"], [-2.0, -0.1])) == "token 0 has -2.000, not -0.500"
+    assert alone.disturbed(Said(["a"], [-0.5])) == "1 tokens, not 2"
 
 
 async def test_right_bodies_are_right_by_the_description() -> None:
