@@ -1,7 +1,9 @@
 """Paged attention: decode over batches and contexts that bind differently, and prefill on any GPU.
 
 Decode reads every cached key and value once: its bytes. A case includes no planning, which is once a
-step and not once a layer; plan_decode has cases of its own. A "decode chain" is what a layer launches from
+step and not once a layer; plan_decode has cases of its own. "rotated_decode early" is what decode graphs launch,
+started before the one in front has ended; a "copy" of as many bytes, read and written, is what torch does in the
+same kind of graph. A "decode chain" is what a layer launches from
 its qkv product to attention, each kernel started early, as in decode graphs: with rotation in a kernel of
 its own, or within attention.
 """
@@ -47,6 +49,12 @@ DECODES = [  # (batch, context)
     *((64, 1024), (128, 2048), (256, 512), (256, 2048)),
 ]
 STEP_DECODES = [(batch, 1024) for batch in (1, 8, 32, 64, 128, 256)]  # the figures to beat
+ROTATED = [  # (heads, fp8 cache?, batch, context)
+    *((HALF_B, False, batch, 1024) for batch in (64, 128, 256)),
+    *((HALF_B, True, 256, 1024), (B8, True, 64, 1024), (B8, True, 32, 2048)),
+    *((B8, False, 64, 1024), (B7, False, 64, 1024)),
+]
+COPIES = (64, 128)  # MB
 CHAINS = [(batch, 1000) for batch in (1, 8, 64, 256)]
 RAGGED = (200, 1500)  # batch, mean context; lengths from a fifth of it to nine fifths
 PREFILLS = [(1, 2048, 2048), (1, 8192, 8192), (1, 16384, 16384), (1, 2048, 32768), (16, 512, 512)]
@@ -60,6 +68,10 @@ def bench_cases() -> list[Case]:
     for heads in (B7, HALF_B):
         cases += [decode(heads, batch, context, 64) for batch, context in STEP_DECODES]
         cases += [decode(heads, *RAGGED, 64, is_ragged=True)]
+    for heads, is_fp8, batch, context in ROTATED:
+        kv_dtype = E4M3 if is_fp8 else BF16
+        cases += [decode(heads, batch, context, 64, kv_dtype, is_rotated=True)]
+    cases += [copy(size) for size in COPIES]
     for heads in (B7, HALF_B):
         cases += [chain(heads, *size, fused) for size in CHAINS for fused in (True, False)]
     cases += [decode(B8, *RAGGED, 64, is_ragged=True)]
@@ -87,6 +99,7 @@ def decode(
     kv_dtype: torch.dtype = BF16,
     is_fixed: bool = False,
     is_ragged: bool = False,
+    is_rotated: bool = False,
 ) -> Case:
     lens = torch.full((batch,), context)
     if is_ragged:
@@ -115,14 +128,34 @@ def decode(
             table[row, : len(part)] = part
         q = torch.randn((batch, heads.num_heads, heads.head_dim), device="cuda", dtype=BF16)
         out = torch.empty_like(q)
-        scale = heads.head_dim**-0.5
-        return partial(paged_decode.paged_decode, q, *caches, table, work, scratch, scale, out)
+        arguments = (*caches, table, work, scratch, heads.head_dim**-0.5, out)
+        if not is_rotated:
+            return partial(paged_decode.paged_decode, q, *arguments)
+        qkv = torch.randn((batch, heads.qkv_size), device="cuda", dtype=BF16)
+        theta = torch.rand((batch, heads.head_dim // 2), device="cuda")
+        return partial(rotate_early, qkv, theta.cos(), theta.sin(), *arguments)
 
-    kinds = [kind for kind, on in (("fp8", kv_dtype is E4M3), ("fixed", is_fixed)) if on]
+    kinds = ["early"] if is_rotated else []
+    kinds += [kind for kind, on in (("fp8", kv_dtype is E4M3), ("fixed", is_fixed)) if on]
     kinds += ["ragged"] if is_ragged else []
-    name = " ".join(["paged_decode", *kinds, f"{heads.name} B={batch} ctx={context} b{block_size}"])
+    operation = "rotated_decode" if is_rotated else "paged_decode"
+    name = " ".join([operation, *kinds, f"{heads.name} B={batch} ctx={context} b{block_size}"])
     per_token = 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize
     return Case(name, setup, num_bytes=float(lens.sum()) * per_token)
+
+
+def rotate_early(*arguments: object) -> None:
+    with jit.dependent_launches():
+        rotated_decode(*arguments)
+
+
+def copy(megabytes: int) -> Case:
+    def setup(copies: int) -> list[Launch]:
+        shape = (2, megabytes << 19)
+        buffers = [torch.ones(shape, device="cuda", dtype=torch.uint8) for _ in range(copies)]
+        return [partial(target.copy_, source) for source, target in buffers]
+
+    return Case(f"copy {megabytes} MB", setup, num_bytes=float(megabytes << 20))
 
 
 @dataclass

@@ -52,6 +52,7 @@ VARIANTS = [
     Heads(128, 7, 4, BF16, E4M3, block_size=64),
     Heads(128, 4, 2, FP16, E5M2, block_size=64),
     Heads(256, 4, 1, BF16, E4M3),
+    Heads(64, 12, 1, FP16, E5M2, block_size=32),
 ]
 
 
@@ -113,6 +114,19 @@ def test_other_batches(heads: Heads, lens: list[int]) -> None:
         step.check(*take_fused(step))
 
 
+@pytest.mark.parametrize("slots", [1, 8, 20])
+@pytest.mark.parametrize(
+    "heads", [VARIANTS[0], VARIANTS[6], VARIANTS[9], VARIANTS[11], VARIANTS[14]], ids=str
+)
+def test_a_block_takes_many_items(heads: Heads, slots: int) -> None:
+    """Whole and split rows on a grid of a few blocks: each has rotated queries and a newest token of its own."""
+    lens = [*np.random.default_rng(0).integers(1, 400, 60).tolist(), 2049, 0, 700, 4097, 300]
+    step = make_step(heads, lens, limits_of(heads, slots, is_fixed=True), True, 2, "cuda")
+    for _ in range(2):
+        step.check(*take_fused(step))
+        assert (step.plan.items[: int(step.plan.num_items), 4] >= 0).any(), "no row was split"
+
+
 @pytest.mark.parametrize("heads", [VARIANTS[1], VARIANTS[3]], ids=str)
 def test_angles_of_the_models_type(heads: Heads) -> None:
     limits = limits_of(heads, 264)
@@ -145,15 +159,18 @@ def test_a_graph_follows_new_lengths(heads: Heads, graph_replay: Record) -> None
         step.check(step.out, caches, before)
 
 
+@pytest.mark.parametrize("slots", [8, 264], ids=["few blocks", "many blocks"])
 @pytest.mark.parametrize("early", [False, True], ids=["after the product", "early"])
 @pytest.mark.parametrize("heads", [Heads(64, 7, 2, block_size=64), Heads(128, 4, 4)], ids=str)
-def test_layers_whose_kernels_start_early(heads: Heads, early: bool, graph_replay: Record) -> None:
+def test_layers_whose_kernels_start_early(
+    heads: Heads, early: bool, slots: int, graph_replay: Record
+) -> None:
     """Product, attention, product, and so on through layers: each kernel needs the one before. With and
     without an early start, the bits of two kernels in place of the fused one."""
     size, num_layers = heads.num_heads * heads.head_dim, 4
     width = size + 2 * heads.num_kv_heads * heads.head_dim
     lens = [1, 700, 64, 2049, 17, 333, 1000, 5]
-    step = make_step(heads, lens, limits_of(heads, 264), True, device="cuda")
+    step = make_step(heads, lens, limits_of(heads, slots), True, device="cuda")
     plan_decode(step.plan, step.seq_lens, step.rows, None)
 
     def numbers(*shape: int) -> Tensor:

@@ -75,7 +75,14 @@ def test_decode(heads: Heads, window: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "heads", [Heads(128, 4, 1), Heads(256, 2, 1, block_size=32), Heads(64, 20, 1)], ids=str
+    "heads",
+    [
+        Heads(128, 4, 1),
+        Heads(256, 2, 1, block_size=32),
+        Heads(64, 20, 1),
+        Heads(64, 7, 1, BF16, E4M3, block_size=32),
+    ],
+    ids=str,
 )
 def test_a_block_of_decode_takes_several_items(heads: Heads) -> None:
     """The same bits as with a block for each item, twice: arrivals must be zero again."""

@@ -54,6 +54,21 @@ def test_the_same_bits_as_by_two_kernels(heads: Heads, has_norm: bool, window: i
     step.check(step.out, caches, before)
 
 
+@pytest.mark.parametrize(
+    "heads", [Heads(64, 7, 2, BF16, E4M3, block_size=64), Heads(128, 12, 1, FP16)], ids=str
+)
+def test_a_block_takes_several_items(heads: Heads) -> None:
+    lens = [1, 300, 17, 0, 520, 64, 33, 270, 5]
+    step = make_step(heads, lens, limits_of(heads, 4, is_fixed=True), True, padding=1)
+    plan_decode.plan_decode(step.plan, step.seq_lens, step.rows, None)
+    assert (step.plan.items[: int(step.plan.num_items), 4] >= 0).any(), "no row was split"
+    for _ in range(2):
+        caches, before = step.caches(), step.caches()
+        step.out.fill_(torch.nan)
+        step.fused(caches, step.out)
+        step.check(step.out, caches, before)
+
+
 def test_angles_of_the_models_type() -> None:
     heads = Heads(64, 3, 1, FP16)
     step = make_step(heads, [5, 40], limits_of(heads, 40), angle_dtype=FP16)
