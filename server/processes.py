@@ -25,7 +25,7 @@ DEFAULTS = {
     # Huge pages for weights, which are read end to end in every step: a tenth less time in float32.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "THP_MEM_ALLOC_ENABLE": "1",
-    # A compiled product for each shape and number of rows, 250 KB each, is kept by oneDNN and again by
+    # A compiled product for each shape and number of rows, up to a MB, is kept by oneDNN and again by
     # the layer between it and torch, 1024 each: enough for decode steps, and less memory.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "256",
