@@ -14,11 +14,13 @@
 //   and those of the files below; -DPROFILE=1: times of all phases (scripts only)
 #define ROPE_FP32 1
 #define SYNC_THREADS 256
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/decode_attention.cuh"
 #include "common/decode_product.cuh"
 
 constexpr int ATTENDED = NUM_HEADS * HEAD_DIM, QKV = ATTENDED + 2 * NUM_KV_HEADS * HEAD_DIM;
+constexpr int PART_COUNTERS = 32;  // of the grid's barrier, in a line of their own; then of rows' parts
 static_assert(SYNC_THREADS == THREADS);
 
 typedef BlockProduct<QKV, HIDDEN_SIZE, false, true> QkvProduct;
@@ -73,6 +75,8 @@ DEV void fetch_weights(const Launch& launch, const WeightRing& ring) {
 }
 
 DEV void compute(const Launch& l, const WeightRing& ring, GridBarrier grid, u8* smem) {
+  grid_dependency_wait();
+  grid_dependency_launch();
   const Slices slices;
   const RowItem item = RowItem::choose(l.seq_lens, l.m);
   const i64 row = max(item.row, 0), angle = row * l.angle_stride;
@@ -85,10 +89,12 @@ DEV void compute(const Launch& l, const WeightRing& ring, GridBarrier grid, u8* 
     QkvProduct::run({l.hidden, layer.qkv_bias, nullptr, l.qkv, l.m, l.eps}, slices.qkv, ring, smem, at, grid, sums);
     if (item.row >= 0) {
       const AttentionOperands op{l.qkv, layer.k_cache, layer.v_cache, layer.qk_norm, table_row, l.cos + angle,
-                                 l.sin + angle, l.attended, l.part_o, l.part_lse, l.counters + 2, l.scale, l.eps};
+                                 l.sin + angle, l.attended, l.part_o, l.part_lse, l.counters + PART_COUNTERS, l.scale, l.eps};
       attend(item, op, grid, area);
     } else {
       grid.wait();  // or this arrival would count as one at the barrier before
+      grid.stamp();
+      grid.stamp();
     }
     grid.arrive();
     OutputProduct::run({l.attended, layer.output_bias, l.hidden, l.hidden, l.m, 0.f}, slices.hidden, ring, smem, at,
@@ -108,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
     scalar_t* inner,           // [m, INNER_SIZE]
     float* part_o,             // [gridDim.x / NUM_KV_HEADS, ATTENDED]
     float* part_lse,           // [gridDim.x / NUM_KV_HEADS, NUM_HEADS]
-    u32* counters,             // [2 + MAX_ROWS * NUM_KV_HEADS], zero before and after
+    u32* counters,             // [PART_COUNTERS + MAX_ROWS * NUM_KV_HEADS], zero before and after
     const Layer* layers, int num_layers, int m,
     const int* block_table,    // [.., table_stride]
     const int* rows,           // [m] of the block table
@@ -117,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
     const float* cos, const float* sin,  // [m, >= HEAD_DIM / 2], angle_stride floats from row to row
     int angle_stride, float scale, float eps
 #ifdef PROFILE
-    , u64* stamps              // [gridDim.x, num_layers, 5 phases, 4]: see grid_barrier.cuh
+    , u64* stamps              // [gridDim.x, num_layers, 5 phases, 6]: see grid_barrier.cuh
 #endif
     )
 {
@@ -135,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
     registers_take<232>();
     GridBarrier grid{counters, counters + 1, 0};
 #ifdef PROFILE
-    grid.stamps = stamps + (i64)blockIdx.x * num_layers * 20;
+    grid.stamps = stamps + (i64)blockIdx.x * num_layers * 30;
 #endif
     compute(launch, ring, grid, smem);
   }

@@ -191,6 +191,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     }
   }
   sync_part();
+  grid.stamp();
 
   u32 query[K_STEPS][4];  // fragments by k step, the same in every warp
 #pragma unroll
@@ -263,6 +264,8 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     __syncwarp();
     load_tile(i + KV_STAGES);
   }
+
+  grid.stamp();
 
   // The warps' sums, in shared memory in place of the tiles.
   copy_async_wait<0>();

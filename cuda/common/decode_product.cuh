@@ -154,7 +154,9 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
       to += SUM_STRIDE;
       if (2 * t + 1 < op.m) to[0] = sums[0][1] + sums[1][1], to[8] = sums[0][3] + sums[1][3];
     }
+    grid.stamp();
     sync_part();
+    grid.stamp();
 #pragma unroll
     for (int p = 0; p < PER_THREAD; p++) {
       const int e = threadIdx.x + THREADS * p;

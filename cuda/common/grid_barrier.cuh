@@ -6,7 +6,8 @@
 //
 //   -DSYNC_THREADS=n    the first n threads of a block take part: a multiple of 32
 //   -DSLUICE_TRAP=1     a wait that does not end traps (an error) instead of hanging the device
-//   -DPROFILE=1         thread 0 leaves four times (ns) for each phase: it waits, goes on, is done, has arrived
+//   -DPROFILE=1         thread 0 leaves times (ns) of each phase: it waits, goes on, what the phase says, it is
+//                       done, has arrived
 #pragma once
 #include "common/sm90.cuh"
 

@@ -43,6 +43,7 @@ LEAST_BLOCKS = 112  # multiprocessors of a card that this kernel is for
 MAX_PARTS = 160  # of a row; blocks that a launch may have
 KV_BYTES = 64 * 1024  # of tiles of the cache that a block should have under way
 TILE = 16
+PART_COUNTERS = 32  # counters of the grid's barrier, in a line of their own
 LAYER_WORDS = 12  # 8-byte words of an entry of the table; as Layer in the kernel
 PHASES = ("qkv", "attention", "output", "gate_up", "down")
 
@@ -256,7 +257,7 @@ class Scratch:
         items = num_blocks // shape.num_kv_heads
         wide = {"dtype": torch.float32, "device": device}
         narrow = {"dtype": shape.dtype, "device": device}
-        counters = 2 + MAX_ROWS * shape.num_kv_heads
+        counters = PART_COUNTERS + MAX_ROWS * shape.num_kv_heads
         return cls(
             torch.zeros(MAX_ROWS, shape.qkv, **narrow),
             torch.zeros(MAX_ROWS, shape.attended, **narrow),
@@ -307,8 +308,9 @@ def launch(
     spec: jit.VariantSpec,
     num_blocks: int,
     stamps: Tensor | None = None,
+    cooperative: bool = True,
 ) -> None:
-    """`stamps`: int64 [num_blocks, num_layers, 5, 4] for a variant with PROFILE."""
+    """`stamps`: int64 [num_blocks, num_layers, 5, 6] for a variant with PROFILE (grid_barrier.cuh)."""
     shape, m = table.shape, len(hidden)
     cos, sin = rotation
     assert hidden.is_contiguous()
@@ -341,7 +343,7 @@ def launch(
     if stamps is not None:
         args.append(stamps.data_ptr())
     kernel = jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
-    kernel((num_blocks,), (THREADS,), args, cooperative=True)
+    kernel((num_blocks,), (THREADS,), args, cooperative=cooperative)
 
 
 def reference(
@@ -394,7 +396,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
         config.block_size,
     )
     is_plain = config.kv_dtype is config.dtype and not any(config.softcaps)
-    if not (is_plain and is_chosen(shape, LEAST_BLOCKS)):
+    if not (is_plain and is_chosen(shape, LEAST_BLOCKS, rows=1)):
         return []
     return [variant(shape)]
 
@@ -402,6 +404,6 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
 MOST_LAYER_BYTES = 96 << 20  # weights of a layer; larger ones are bound by memory as they are
 
 
-def is_chosen(shape: Shape, num_blocks: int) -> bool:
+def is_chosen(shape: Shape, num_blocks: int, rows: int = MAX_ROWS) -> bool:
     """Whether this kernel takes less time than one for each part of a layer."""
-    return supports(shape, num_blocks) and shape.weight_bytes <= MOST_LAYER_BYTES
+    return supports(shape, num_blocks, rows) and shape.weight_bytes <= MOST_LAYER_BYTES

@@ -44,7 +44,7 @@ def driver() -> ctypes.CDLL:
 
 
 def launch_with(
-    attribute_id: int,
+    attributes: Sequence[int],
     function: int,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -52,15 +52,15 @@ def launch_with(
     smem_bytes: int,
     stream: int,
 ) -> None:
-    """Launch the CUfunction with an attribute. Raises RuntimeError with the driver's error number."""
-    attribute = Attribute(id=attribute_id, value=1)
+    """Launch the CUfunction with attributes. Raises RuntimeError with the driver's error number."""
+    given = (Attribute * len(attributes))(*(Attribute(id=i, value=1) for i in attributes))
     config = LaunchConfig(
         grid=(*grid, 1, 1)[:3],
         block=(*block, 1, 1)[:3],
         smem_bytes=smem_bytes,
         stream=stream,
-        attributes=ctypes.pointer(attribute),
-        num_attributes=1,
+        attributes=ctypes.cast(given, ctypes.POINTER(Attribute)),
+        num_attributes=len(attributes),
     )
     addresses = (ctypes.c_void_p * len(arguments))(*arguments)
     status = driver().cuLaunchKernelEx(

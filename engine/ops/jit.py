@@ -219,14 +219,12 @@ class Kernel:
             packer.fill(args)
             self._stream.ptr = torch._C._cuda_getCurrentRawStream(device)  # never the last call's
             size = self.smem_bytes if smem_bytes is None else smem_bytes
-            attribute = 0
-            if cooperative:
-                attribute = COOPERATIVE
-            elif self._is_dependent and settings.dependent_launches:
-                attribute = PROGRAMMATIC_STREAM_SERIALIZATION
-            if attribute:
+            attributes = [COOPERATIVE] if cooperative else []
+            if self._is_dependent and settings.dependent_launches:
+                attributes.append(PROGRAMMATIC_STREAM_SERIALIZATION)
+            if attributes:
                 stream = self._stream.ptr
-                launch_with(attribute, function.ptr, grid, block, packer.addresses, size, stream)
+                launch_with(attributes, function.ptr, grid, block, packer.addresses, size, stream)
             else:
                 function(grid, block, packer.pointers, size, self._stream)
 

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import GraphAttention, StepInputs
+from engine.models import small_steps
 from engine.models.base import Model
+from engine.models.small_steps import SmallSteps
 from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
 from engine.ops.sample_cuda import SamplingClass
 from engine.plan import StepPlan
@@ -71,6 +73,9 @@ class DecodeGraphs:
         self.memory = StepMemory(staged_size(max_batch, self.max_updates), max_batch, device)
         self.inputs = DecodeInputs.allocate(max_batch, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.small_steps: SmallSteps | None = None
+        if small_steps.IS_CHOSEN:
+            self.small_steps = SmallSteps.make(model, attention.kv, device)
         self.logits: Tensor | None = None  # [max_batch, vocab_size], of all sizes: they run in turn
 
     def can_run(self, plan: StepPlan) -> bool:
@@ -124,8 +129,11 @@ class DecodeGraphs:
             self.attention.kv.block_size,
         )
         inputs = self.step_inputs(size)
-        self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)
-        hidden = self.model.forward(inputs, self.attention)
+        if self.small_steps is not None and size <= self.small_steps.max_rows:
+            hidden = self.small_steps.forward(inputs)
+        else:
+            self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)
+            hidden = self.model.forward(inputs, self.attention)
         out = None if self.logits is None else self.logits[:size]
         logits = self.model.logits(hidden, out)
         if self.logits is None:  # the largest size is the first

@@ -118,10 +118,16 @@ class Step:
             spec.source, spec.name, {**spec.defines, **defines}, spec.smem_bytes, spec.archs
         )
 
-    def launch(self, hidden: Tensor, spec: jit.VariantSpec, stamps: Tensor | None = None) -> None:
+    def launch(
+        self,
+        hidden: Tensor,
+        spec: jit.VariantSpec,
+        stamps: Tensor | None = None,
+        cooperative: bool = True,
+    ) -> None:
         decoder_layers.launch(
             hidden, self.table, self.rotation(), self.block_table, self.rows, self.seq_lens, self.scratch,
-            self.shape.head_dim**-0.5, EPS, spec, self.num_blocks, stamps,
+            self.shape.head_dim**-0.5, EPS, spec, self.num_blocks, stamps, cooperative,
         )  # fmt: skip
 
     def rotation(self) -> tuple[Tensor, Tensor]:
