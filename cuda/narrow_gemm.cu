@@ -32,6 +32,7 @@
 //   -DSTAGES=n -DCLUSTER=n
 //   -DNORMED=1                              rows of y times 1 / sqrt(mean(x^2) + eps), before the bias
 //   -DGATED=1                               y = silu(gate) * up, with W interleaved by eights
+//   -DFLOAT_OUT=1                           results are float32
 #ifndef NORMED
 #define NORMED 0
 #endif
@@ -70,6 +71,14 @@ constexpr int X_TILES = COLUMN_TILES / 2, SHARES = WARPS / X_TILES;  // of 16 ro
 constexpr int OUTPUTS = 8, PAIRS = 1;  // of 16 rows of W; of them with 8 of x, pairs that a lane stores
 #else
 constexpr int OUTPUTS = 16, PAIRS = 2;
+#endif
+
+#ifdef FLOAT_OUT
+typedef float result_t;
+DEV void store_pair(result_t* to, float a, float b) { *(float2*)to = make_float2(a, b); }
+#else
+typedef scalar_t result_t;
+DEV void store_pair(result_t* to, float a, float b) { *(u32*)to = pack2(a, b); }
 #endif
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -204,7 +213,7 @@ template <int PARTS> DEV float2 norm_factors(const float* squares, int column, i
 
 // Where results go, and what they are added to; outputs are columns of out and residual.
 struct Epilogue {
-  scalar_t* out;
+  result_t* out;
   const scalar_t *bias, *residual;
   int m, out_stride, residual_stride;
 };
@@ -258,7 +267,7 @@ DEV void store_share(const Epilogue& to, const Share& share, float4 y, float2 fa
     float r0, r1;
     unpack2(share.residuals[i], r0, r1);
     if (share.valid[i])
-      *(u32*)(to.out + (i64)(share.row + i) * to.out_stride + share.output) = pack2(results[i][0] + r0, results[i][1] + r1);
+      store_pair(to.out + (i64)(share.row + i) * to.out_stride + share.output, results[i][0] + r0, results[i][1] + r1);
   }
 }
 
@@ -308,7 +317,7 @@ struct Exchange {
 };
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1) narrow_gemm(
-    scalar_t* out,                // [m, n], GATED: [m, n / 2]; rows at multiples of 4 bytes; may be `residual`
+    result_t* out,                // [m, n], GATED: [m, n / 2]; rows at multiples of two results; may be `residual`
     const scalar_t* x, const scalar_t* __restrict__ w,
     const scalar_t* __restrict__ bias,  // [n], at a multiple of 4 bytes, or null
     const scalar_t* residual,     // as out, or null

@@ -27,6 +27,7 @@
 //                      for all tiles
 //   -DGATED=1          16 rows of W are 8 of gate, 8 of up: y = silu(x gate^T) * (x up^T)
 //   -DNORMED=1         each row of the product is divided by sqrt(mean(x^2) + eps) of its row of x
+//   -DFLOAT_OUT=1      results are float32
 #include "common/dtype.cuh"
 #include "common/async_copy.cuh"
 #include "common/dependent_launch.cuh"
@@ -46,6 +47,13 @@ constexpr int UNIT = 1;
 constexpr bool IS_NORMED = true;
 #else
 constexpr bool IS_NORMED = false;
+#endif
+#ifdef FLOAT_OUT
+typedef float result_t;
+DEV result_t to_result(float x) { return x; }
+#else
+typedef scalar_t result_t;
+DEV result_t to_result(float x) { return from_float(x); }
 #endif
 constexpr int WARPS = 8;
 constexpr int CHUNK = 64;                         // columns
@@ -216,7 +224,7 @@ struct Addends {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_OF_SM) skinny_gemm(
-    scalar_t* out,             // [m, outputs], may be `residual`
+    result_t* out,             // [m, outputs], may be `residual`
     const scalar_t* x,
     const scalar_t* w,         // [rows, k]
     const scalar_t* bias,      // [rows], or null
@@ -335,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_OF_SM) skinny_ge
 #pragma unroll
         for (int f = 0; f < FACTORS; f++) y[f] = y[f] * factor + to_float(addends.bias[p][f]);
         if (FACTORS == 2) y[0] = silu(y[0]) * y[FACTORS - 1];
-        out[(i64)row * out_stride + first / FACTORS + i] = from_float(y[0] + to_float(addends.residual[j][p]));
+        out[(i64)row * out_stride + first / FACTORS + i] = to_result(y[0] + to_float(addends.residual[j][p]));
       }
     }
     const int then = first + tile_rows;

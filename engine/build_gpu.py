@@ -311,7 +311,7 @@ def measure_activations(
 def warm_up(runner: ModelRunner, resolved: Resolved) -> None:
     """Load every kernel and library handle before graphs are captured and requests arrive."""
     assert isinstance(runner.sampler, DeviceSampler)
-    runner.sampler.warm_up(resolved.dtype)
+    runner.sampler.warm_up()
     longest = resolved.max_model_len
     length = max(1, min(64, longest - 2, resolved.max_num_batched_tokens))
     runner.launch(prompt_plan([length])).wait()

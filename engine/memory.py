@@ -172,8 +172,8 @@ def estimate_activations(
     What lives at the same time in a layer for `max_tokens`, logits of `max_seqs` rows, and room for the
     workspaces of attention, sampling and libraries, which hardly depend on the model.
     """
-    values = max_tokens * layer_width(model) + max_seqs * model.vocab_size
-    return values * dtype.itemsize + WORKSPACE_BYTES
+    values = max_tokens * layer_width(model)
+    return values * dtype.itemsize + logit_bytes(model, max_seqs) + WORKSPACE_BYTES
 
 
 def estimate_graphs(
@@ -186,10 +186,15 @@ def estimate_graphs(
     tokens, and places for their hidden states and attention. Each kind's stream has workspaces of
     libraries, and the driver keeps each graph's nodes (some 200 kernels for 24 layers) on the device.
     """
-    values = (max_seqs + graph_tokens) * layer_width(model) + max_seqs * model.vocab_size
+    values = (max_seqs + graph_tokens) * layer_width(model)
     values += graph_tokens * (model.hidden_size + model.num_heads * model.head_dim)
     nodes = num_graphs * GRAPH_NODES_BYTES * max(24, model.num_layers) // 24
-    return values * dtype.itemsize + CAPTURE_WORKSPACE_BYTES + nodes
+    logits = logit_bytes(model, max_seqs)
+    return values * dtype.itemsize + logits + CAPTURE_WORKSPACE_BYTES + nodes
+
+
+def logit_bytes(model: ModelConfig, max_seqs: int) -> int:
+    return 4 * max_seqs * model.vocab_size  # float32 in every dtype of the model
 
 
 def layer_width(model: ModelConfig) -> int:

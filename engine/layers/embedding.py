@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.ops.linear import linear, pack_weight
+from engine.ops.linear import linear_float32, pack_weight
 from engine.weights.slots import Slot, Source
 
 
@@ -44,8 +44,6 @@ class OutputHead:
         self.weight = pack_weight(table)
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size], float32 on a CPU and hidden's dtype on a GPU, where a wider
-        copy would cost more than the sampling that reads it. `out` is for GPUs."""
+        """[S, hidden_size] -> [S, vocab_size] float32. `out` is for GPUs."""
         assert self.weight is not None, f"{self.name} has no weights yet"
-        logits = linear(hidden, self.weight, out=out)
-        return logits if logits.is_cuda else logits.float()
+        return linear_float32(hidden, self.weight, out)

@@ -36,4 +36,4 @@ class Model(Protocol):
         """The rest of `forward`, from the results of `attend_all`. Without `wanted` it changes `hidden`."""
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S, vocab_size] for hidden states [S, hidden_size]; float32 on a CPU. On a GPU in `out`, if given."""
+        """float32 [S, vocab_size] for hidden states [S, hidden_size]. On a GPU in `out`, if given."""

@@ -12,7 +12,8 @@
               y = silu(gate part) * (up part), [M, N / 2]
     residual  [M, outputs] or None: is added to y. `out` may be the same tensor
     returns   out [M, outputs] of x's dtype, a fresh tensor unless given. Sums are in float32, and so is all
-              else; it is rounded once, at the end
+              else; it is rounded once, at the end. An `out` of float32, where a kernel takes one, is not
+              rounded: for logits
 
 Interleaved rows: 16 j ... 16 j + 7 are gate's rows 8 j ... 8 j + 7, and 16 j + 8 ... 16 j + 15 are up's. So a
 tile of 16 rows holds both factors of eight outputs, whose 16 bytes are stored together.
@@ -107,11 +108,11 @@ def split_interleaved(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_aligned(matrix: Tensor, num_bytes: int = 16) -> bool:
-    """Whether rows of 16-bit numbers are contiguous and start at multiples of `num_bytes`."""
+    """Whether rows are contiguous and start at multiples of `num_bytes`."""
     row_stride, column_stride = matrix.stride()
     return (
         column_stride == 1
-        and 2 * row_stride % num_bytes == 0
+        and matrix.element_size() * row_stride % num_bytes == 0
         and matrix.data_ptr() % num_bytes == 0
     )
 
@@ -125,9 +126,11 @@ def check_operands(
     gated: bool,
     residual: Tensor | None,
     alignment: int,
+    takes_float32: bool = False,
 ) -> None:
     """What kernels ask alike of tensors whose sizes they take. `alignment`: bytes at whose multiples rows of
-    `out` and `residual` start, and, up to 4, the bias. Raises ValueError that names the kernel."""
+    `out` and `residual` start, and, up to 4, the bias; of a float32 `out`, which `takes_float32` allows, twice
+    as many. Raises ValueError that names the kernel."""
     (m, k), n = x.shape, w.shape[0]
     if gated and not can_interleave(n):
         raise ValueError(
@@ -154,10 +157,12 @@ def check_operands(
     shape = (m, n // 2 if gated else n)
     result = None if out is residual else out
     for name, tensor in (("out", result), ("the residual", residual)):
-        if tensor is not None and not (
-            tensor.shape == shape and tensor.dtype == x.dtype and is_aligned(tensor, alignment)
-        ):
+        if tensor is None:
+            continue
+        is_float32 = takes_float32 and name == "out" and tensor.dtype is torch.float32
+        dtype, multiple = (torch.float32, 2 * alignment) if is_float32 else (x.dtype, alignment)
+        if not (tensor.shape == shape and tensor.dtype == dtype and is_aligned(tensor, multiple)):
             raise ValueError(
                 f"{kernel}: {name} is {tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}; it "
-                f"must be a {list(shape)} of {x.dtype} with contiguous rows at multiples of {alignment} bytes"
+                f"must be a {list(shape)} of {dtype} with contiguous rows at multiples of {multiple} bytes"
             )

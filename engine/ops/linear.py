@@ -4,7 +4,12 @@ Contract of `linear`
     x       [T, in_features], bfloat16, float16 or float32, rows contiguous
     weight  what `pack_weight` returned for W [out_features, in_features] of x's dtype
     bias    [out_features] of x's dtype, or None
-    returns out [T, out_features] of x's dtype, a fresh tensor unless given
+    returns [T, out_features] of x's dtype, a fresh tensor
+
+Contract of `linear_float32`, for a model's head
+    returns out [T, out_features] float32, a fresh tensor unless given (`out` is for GPUs). On a GPU sums are
+            not rounded: logits of 16 to 32 would be by up to 1/16 in bfloat16, more than all else in a
+            model costs most tokens' log-probabilities. A CPU's library rounds to x's dtype first
 
 Contract of `fused_linear`: engine/ops/fused_product.py's, with W as it is and the result written over
 `residual` if there is one. The library's way rounds in between: the normed x, gate and up, silu's result.
@@ -41,37 +46,42 @@ MOST_FEW_ROWS = wide.ROWS[-1]  # no kernel for few rows takes more
 FEWEST_ROWS_BEFORE_WIDE = 241
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """See the module's contract. `out` is for unpacked weights."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See the module's contract."""
     if weight.is_mkldnn:
-        assert out is None
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return fused_linear(x, weight, bias, out)
+    return fused_linear(x, weight, bias)
+
+
+def linear_float32(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """See the module's contract."""
+    if not x.is_cuda:
+        return linear(x, weight).float()
+    kernel = kernel_for(x, weight, is_surrounded=False, is_gate_alone=False)
+    if kernel is not None:
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+        return kernel(x, weight, None, out)
+    if x.dtype is torch.float32:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.mm(x, weight.t(), torch.float32, out=out)
 
 
 def fused_linear(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
-    out: Tensor | None = None,
     *,
     norm_eps: float | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """See the module's contract. Products with a norm, a gate or a residual take no `out`."""
+    """See the module's contract."""
     is_surrounded = norm_eps is not None or gated or residual is not None
     is_gate_alone = gated and bias is None and residual is None
     kernel = kernel_for(x, w, is_surrounded, is_gate_alone)
     if kernel is not None:
-        out = residual if out is None else out
-        return kernel(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
-    if out is not None:
-        assert not is_surrounded
-        y = torch.mm(x, w.t(), out=out)
-        return y if bias is None else y.add_(bias)
+        return kernel(x, w, bias, residual, norm_eps=norm_eps, gated=gated, residual=residual)
     if norm_eps is not None:
         x = rms_norm(x, None, norm_eps)
     if residual is not None and bias is None and not gated:

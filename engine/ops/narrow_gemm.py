@@ -8,7 +8,8 @@ Contract: engine/ops/fused_product.py, and here
              cuda/common/dependent_launch.cuh)
     bias     [N] of x's dtype, contiguous, at a multiple of 4 bytes
     residual, out
-             of x's dtype, last dimension contiguous, rows at multiples of 4 bytes
+             of x's dtype, last dimension contiguous, rows at multiples of 4 bytes; `out` may be float32
+             instead, with rows at multiples of 8 bytes
 
 A row of the result depends on its own row of x alone, and the same call gives the same bits every time.
 How sums are grouped depends on the plan, that is on N, K, whether it is gated, the device, and M rounded up
@@ -153,7 +154,7 @@ def launch(
     residual: Tensor | None = None,
 ) -> None:
     """The product by a given plan, for tensors within the contract."""
-    load(plan, x.dtype, norm_eps is not None)(
+    load(plan, x.dtype, norm_eps is not None, out.dtype is torch.float32)(
         (plan.grid,),
         (THREADS,),
         (
@@ -206,7 +207,9 @@ def check(
             "of a multiple of 8 bfloat16 or float16 numbers, and an even number of rows of w. Use torch's "
             "linear for others"
         )
-    fused_product.check_operands("narrow_gemm", x, w, bias, out, gated, residual, alignment=4)
+    fused_product.check_operands(
+        "narrow_gemm", x, w, bias, out, gated, residual, alignment=4, takes_float32=True
+    )
 
 
 def column_tiles_for(m: int) -> int:
@@ -227,8 +230,8 @@ def prepare(column_tiles: int, n: int, k: int, gated: bool, device: int | None) 
 
 
 @cache
-def load(plan: Plan, dtype: torch.dtype, normed: bool) -> jit.Kernel:
-    spec = variant(plan, dtype, normed)
+def load(plan: Plan, dtype: torch.dtype, normed: bool, float_out: bool = False) -> jit.Kernel:
+    spec = variant(plan, dtype, normed, float_out)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
 
 
@@ -312,7 +315,9 @@ def estimate(plan: Plan, n: int, k: int, device: Device) -> float:
     return time + (CLUSTER_US + sums / EXCHANGE_RATE if plan.cluster > 1 else 0.0)
 
 
-def variant(plan: Plan, dtype: torch.dtype, normed: bool = False) -> jit.VariantSpec:
+def variant(
+    plan: Plan, dtype: torch.dtype, normed: bool = False, float_out: bool = False
+) -> jit.VariantSpec:
     defines = {
         jit.scalar_define(dtype): 1,
         "ROW_TILES": plan.tiling.row_tiles,
@@ -327,6 +332,8 @@ def variant(plan: Plan, dtype: torch.dtype, normed: bool = False) -> jit.Variant
         defines["NORMED"] = 1
     if plan.gated:
         defines["GATED"] = 1
+    if float_out:
+        defines["FLOAT_OUT"] = 1
     archs = jit.ALL_ARCHS if plan.cluster == 1 else ("sm_90a",)
     return jit.VariantSpec("narrow_gemm.cu", "narrow_gemm", defines, plan.smem_bytes, archs)
 
@@ -339,6 +346,7 @@ class Product:
     k: int
     normed: bool = False
     gated: bool = False
+    float_out: bool = False
 
 
 def products_of(config: jit.KernelConfig) -> list[Product]:
@@ -350,7 +358,7 @@ def products_of(config: jit.KernelConfig) -> list[Product]:
         Product(hidden, attention),
         *(Product(gate_up, hidden, n, gated) for n in fused_product.norms(config.dtype)),
         Product(hidden, config.intermediate_size),
-        Product(config.vocab_size, hidden),
+        Product(config.vocab_size, hidden, float_out=True),
     ]
 
 
@@ -367,7 +375,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
                 continue
             plan = make_plan(column_tiles_for(rows), p.n, p.k, device, p.gated)
             if plan is not None:
-                found.append(variant(plan, config.dtype, p.normed))
+                found.append(variant(plan, config.dtype, p.normed, p.float_out))
     return [spec for i, spec in enumerate(found) if spec not in found[:i]]
 
 

@@ -168,10 +168,7 @@ def variants(dtype: torch.dtype, sampling_class: SamplingClass) -> list[jit.Vari
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
-    dtypes = dict.fromkeys([torch.float32, config.dtype])
+    """For logits as models give them."""
     return [
-        spec
-        for dtype in dtypes
-        for sampling_class in SamplingClass
-        for spec in variants(dtype, sampling_class)
+        spec for sampling_class in SamplingClass for spec in variants(torch.float32, sampling_class)
     ]

@@ -6,7 +6,8 @@ Contract: engine/ops/fused_product.py, and
     w        [N, K] of x's dtype, contiguous, at a multiple of 16 bytes; the kernel launched right before
              this one must have written neither w nor bias (see cuda/common/dependent_launch.cuh)
     bias     [N] of x's dtype, contiguous, or None
-    residual [M, outputs] of x's dtype, last dimension contiguous, or None; as is `out`
+    residual [M, outputs] of x's dtype, last dimension contiguous, or None; as is `out`, which may be float32
+             instead
 
 A row of the result depends on its own row of x and nothing else, bit for bit: not on M, not on its
 place. That holds among M <= 32; a larger product is another library's.
@@ -61,6 +62,7 @@ class Product:
     k: int
     gated: bool = False
     normed: bool = False
+    float_out: bool = False  # float32 results
 
     @property
     def unit(self) -> int:
@@ -150,7 +152,8 @@ def launch(
 ) -> None:
     """The kernel, for tensors within the contract."""
     m, k = x.shape
-    product = Product(column_tiles_for(m), w.shape[0], k, gated, norm_eps is not None)
+    float_out = out.dtype is torch.float32
+    product = Product(column_tiles_for(m), w.shape[0], k, gated, norm_eps is not None, float_out)
     kernel, plan = prepare(product, x.dtype, x.device.index)
     kernel(
         (plan.grid,),
@@ -208,7 +211,9 @@ def check(
             f"skinny_gemm: x is {tuple(x.shape)} {x.dtype}; it takes 1 to {MAX_ROWS} rows of a "
             "multiple of 8 bfloat16 or float16 numbers. Use torch's linear for others"
         )
-    fused_product.check_operands("skinny_gemm", x, w, bias, out, gated, residual, alignment=2)
+    fused_product.check_operands(
+        "skinny_gemm", x, w, bias, out, gated, residual, alignment=2, takes_float32=True
+    )
 
 
 def column_tiles_for(m: int) -> int:
@@ -274,6 +279,8 @@ def variant(product: Product, tiles: Tiles, dtype: torch.dtype) -> jit.VariantSp
         defines["GATED"] = 1
     if product.normed:
         defines["NORMED"] = 1
+    if product.float_out:
+        defines["FLOAT_OUT"] = 1
     return jit.VariantSpec("skinny_gemm.cu", "skinny_gemm", defines, tiles.smem_bytes)
 
 
@@ -313,7 +320,7 @@ def decoder_products(config: jit.KernelConfig) -> list[Product]:
                 for n in fused_product.norms(config.dtype)
             ),
             Product(columns, hidden, inner),
-            Product(columns, config.vocab_size, hidden),
+            Product(columns, config.vocab_size, hidden, float_out=True),
         )
         if least_rows <= most_rows(product.n, product.k, on_hopper)
     ]

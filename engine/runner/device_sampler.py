@@ -156,13 +156,10 @@ class DeviceSampler:
         self.params.index_copy_(0, index, values)
         self.changed.clear()
 
-    def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
-        """Run every kernel once on the dummy row, so that none is loaded while serving or capturing.
-
-        dtype: of the logits to come.
-        """
+    def warm_up(self) -> None:
+        """Run every kernel once on the dummy row, so that none is loaded while serving or capturing."""
         self.flush()
-        logits = torch.zeros((1, self.table.vocab_size), dtype=dtype, device=self.device)
+        logits = torch.zeros((1, self.table.vocab_size), device=self.device)
         rows = torch.zeros(1, dtype=torch.int32, device=self.device)
         for which in SamplingClass:
             token_ids, is_bad = self.sample_on_device(logits, rows, rows, which)

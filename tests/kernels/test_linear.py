@@ -24,7 +24,7 @@ from engine.ops import (
 )
 from engine.ops import linear as op
 from engine.ops.kernel_list import kernel_specs
-from tests.kernels.emulator import as_if_cuda, forget
+from tests.kernels.emulator import as_if_cuda, emulated, forget
 from tests.kernels.models import shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,6 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
     """What launchers ask for, instead of launching it."""
     for module in (gated_gemm_sm90, wide_gemm_sm90):
         monkeypatch.setattr(module, "tensor_map", lambda tensor, box: None)
+    monkeypatch.setattr(torch, "mm", lambda *given, out=None: out)  # a CPU's gives no float32
     asked: set[Launch] = set()
 
     def kernel(
@@ -164,6 +165,33 @@ def test_who_norms_and_gates_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps[8:] == ["library"]
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_logits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes them, and into memory that is given."""
+
+    def mm(
+        x: Tensor, w: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        assert (out_dtype or x.dtype) is FP32
+        y = x.float() @ w.float()
+        return y if out is None else out.copy_(y)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    w = torch.randn(48, 72).to(dtype)
+    with emulated(skinny_gemm, narrow_gemm):
+        for m in (3, 12, 40):
+            x = torch.randn(m, 72).to(dtype)
+            want = x.float() @ w.float().T
+            place = torch.empty(m + 2, 48)
+            fresh = op.linear_float32(as_if_cuda(x), w)
+            given = op.linear_float32(as_if_cuda(x), w, place[:m])
+            assert given.data_ptr() == place.data_ptr()
+            for y in (fresh, given, op.linear_float32(x, op.pack_weight(w))):
+                assert y.dtype is FP32
+            for y in (fresh, given):
+                torch.testing.assert_close(torch.Tensor(y), want, atol=1e-4, rtol=1e-5)
+
+
 def test_other_devices_have_a_kernel_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_gemm, "is_hopper", lambda index=None: False)
     other = narrow_gemm.Device(108, 163 << 10, has_clusters=False)
@@ -249,7 +277,7 @@ def run_products(model: Decoder, num_rows: int, dtype: torch.dtype) -> None:
     layer.down.add_to(total, rows(spec.intermediate_size))
     model.norm(rows(spec.hidden_size))
     assert model.head.weight is not None
-    op.linear(rows(spec.hidden_size), model.head.weight)
+    model.head(rows(spec.hidden_size))
 
 
 def listed(sizes: tuple[int, ...], dtype: torch.dtype) -> set[Launch]:

@@ -111,6 +111,42 @@ def test_against_the_reference(
     assert given.nothing_else_was_written()
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("tiling", "m", "n", "k", "clusters", "cluster", "tile_rows", "gated"),
+    [
+        (FLAT_WIDE, 13, 26, 1032, 1, 1, 10, False),
+        (LOW, 32, 96, 392, 1, 2, 32, True),
+        (MIDDLE, 33, 150, 200, 1, 2, 56, False),
+    ],
+)
+def test_float32_results_are_not_rounded(
+    tiling: Tiling,
+    m: int,
+    n: int,
+    k: int,
+    clusters: int,
+    cluster: int,
+    tile_rows: int,
+    gated: bool,
+) -> None:
+    given = Inputs(m, n, k, BF16, gated)
+    outputs = given.out.shape[1]
+    wide = torch.full((m, outputs + 2), NAN)
+    out = wide[:, :outputs]
+    op.check(given.x, given.w, given.bias, out, gated, given.residual)
+    plan = plan_of(tiling, m, clusters, cluster, tile_rows, gated)
+    op.launch(given.x, given.w, given.bias, out, plan, EPS, given.residual)
+    want = fused_product.reference(
+        given.x.float(), given.w, given.bias, norm_eps=EPS, gated=gated, residual=given.residual
+    )
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-5)
+    assert wide[:, outputs:].isnan().all()
+    odd = torch.empty(m, outputs + 1)[:, :outputs]
+    with pytest.raises(ValueError, match="multiples of 8 bytes"):
+        op.check(given.x, given.w, given.bias, odd, gated, given.residual)
+
+
 # With all that surrounds it; a kernel for each line, so lines differ in everything.
 @needs_compiler
 @pytest.mark.parametrize(

@@ -88,6 +88,29 @@ def test_against_the_reference(
     assert_rounded(out, want)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "options"), [(3, 101, 640, ""), (13, 112, 136, "bias normed gated residual")]
+)
+def test_float32_results_are_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, options: str
+) -> None:
+    scarce(monkeypatch, 2)
+    gated, norm_eps = "gated" in options, EPS if "normed" in options else None
+    outputs = n // 2 if gated else n
+    x, w = numbers(m, k, dtype=BF16), numbers(n, k, dtype=BF16, scale=k**-0.5)
+    bias = numbers(n, dtype=BF16) if "bias" in options else None
+    residual = numbers(m, outputs, dtype=BF16) if "residual" in options else None
+    wide = torch.full((m, outputs + 3), torch.nan)
+    out = wide[:, :outputs]
+    op.check(x, w, bias, out, gated, residual)
+    op.launch(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=residual)
+    want = fused_product.reference(
+        x.float(), w, bias, norm_eps=norm_eps, gated=gated, residual=residual
+    )
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    assert wide[:, outputs:].isnan().all()
+
+
 def test_plans_with_and_without_keeping_x_and_of_all_heights_are_among_these_cases() -> None:
     cases = [(101, 640, 1), (37, 576, 6), (41, 1544, 1), (240, 896, 2), (176, 3080, 3)]
     plans = [
@@ -188,7 +211,8 @@ def test_specs_are_what_a_decoder_launches() -> None:
                 (h, i, False, False), (config.vocab_size, h, False, False)]  # fmt: skip
     for m in range(1, op.DISPATCH_ROWS + 1):
         for n, k, gated, normed in launched:
-            product = op.Product(op.column_tiles_for(m), n, k, gated, normed)
+            float_out = n == config.vocab_size
+            product = op.Product(op.column_tiles_for(m), n, k, gated, normed, float_out)
             plan = op.make_plan(product, *op.H200)
             assert plan is not None
             assert op.variant(product, plan.tiles, config.dtype) in specs
