@@ -10,12 +10,9 @@
 //
 //   CLUSTER=1    With more tiles than blocks each block takes several, one after another, and loads do not stop
 //                in between.
-//   SPLITS=2|4   So many blocks of a cluster take one tile, and each a share of its chunks: none reads all of x.
-//                In the end they send each other their sums, of some results to each block, which adds them in
+//   CLUSTER=2|4  The blocks of a cluster take one tile, and each a share of its chunks: none reads all of x. In
+//                the end they send each other their sums, of some results to each block, which adds them in
 //                order of the blocks.
-//   SHARED=2     Two neighbours in a cluster take neighbouring tiles and the same chunks. Each fetches half of the
-//                rows of x for both: what L2 can hand out is less than twice what memory can, and x counts
-//                as much as W where it has as many rows as a tile.
 //
 // Of x, rows that exist are fetched, and no more: to fill others with zeros took longer than to read them. What
 // lies in their place makes sums that are not stored.
@@ -24,8 +21,7 @@
 //   -DWARPGROUPS=n -DHEIGHTS=n   rows of x: 64 WARPGROUPS HEIGHTS
 //   -DTILE=n                     rows of W; a size of N in common/sm90.cuh
 //   -DTHREADS=n                  of these warpgroups, and 32 or 128 that fetch
-//   -DSTAGES=n
-//   -DSPLITS=1|2|4 -DSHARED=1|2 -DCLUSTER=n   blocks: SPLITS times SHARED in a cluster
+//   -DSTAGES=n -DCLUSTER=1|2|4
 //   -DNORMED=0|1 -DGATED=0|1 -DRESIDUAL=0|1
 #include "common/dtype.cuh"
 #include "common/cluster.cuh"
@@ -39,8 +35,7 @@
 constexpr int CHUNK = 64;  // columns
 constexpr int ROWS = 64 * WARPGROUPS * HEIGHTS;
 constexpr int X_BYTES = ROWS * 128, W_BYTES = TILE * 128, STAGE = X_BYTES + W_BYTES;
-constexpr bool SPLIT = SPLITS > 1;
-static_assert(CLUSTER == SPLITS * SHARED);
+constexpr bool SPLIT = CLUSTER > 1;
 
 constexpr int BLENDED = GATED ? 2 : 1;               // octets of sums for one of outputs: gate and up, or itself
 constexpr int OCTETS = TILE / 8;                     // of a warpgroup's sums; a lane has 4 numbers of each
@@ -73,7 +68,7 @@ struct Ring {
   DEV u32 w(u32 stage) const { return stages + stage * STAGE + X_BYTES; }
   DEV u32 full(u32 stage) const { return barriers + 8 * stage; }
   DEV u32 empty(u32 stage) const { return barriers + 8 * (STAGES + stage); }
-  // SPLIT: all parts of the tile have read their stages; what they send to this one is there.
+  // SPLIT: all blocks of the cluster have read their stages; what they send to this one is there.
   DEV u32 ready() const { return barriers + 16 * STAGES; }
   DEV u32 received() const { return ready() + 8; }
 };
@@ -88,21 +83,17 @@ struct Place {
 
 // What a block does: the same columns of several tiles.
 struct Share {
-  int part, side;                      // which share of the chunks; of those that share x, which one
+  int rank;                            // in its cluster
   int first_row, row_step, num_tiles;  // of W, from tile to tile
   int first_chunk, end_chunk;          // of columns
   DEV Share(int n, int num_chunks) {
     const int cluster = blockIdx.x / CLUSTER, num_clusters = gridDim.x / CLUSTER;
-    const int neighbours = (n + SHARED * TILE - 1) / (SHARED * TILE);  // a last tile may have no rows
-    part = blockIdx.x % CLUSTER / SHARED, side = blockIdx.x % SHARED;
-    first_row = (cluster * SHARED + side) * TILE, row_step = num_clusters * SHARED * TILE;
-    num_tiles = SPLIT ? 1 : (neighbours - cluster + num_clusters - 1) / num_clusters;
-    first_chunk = part * num_chunks / SPLITS, end_chunk = (part + 1) * num_chunks / SPLITS;
+    rank = blockIdx.x % CLUSTER;
+    first_row = cluster * TILE, row_step = num_clusters * TILE;
+    num_tiles = SPLIT ? 1 : ((n + TILE - 1) / TILE - cluster + num_clusters - 1) / num_clusters;
+    first_chunk = rank * num_chunks / CLUSTER, end_chunk = (rank + 1) * num_chunks / CLUSTER;
   }
   DEV int num_units() const { return num_tiles * (end_chunk - first_chunk); }
-  // In the cluster: this block's counterpart in another part, and who shares x.
-  DEV u32 rank_of_part(u32 other) const { return other * SHARED + side; }
-  DEV u32 rank_of_side(u32 other) const { return part * SHARED + other; }
 };
 
 struct Params {
@@ -130,14 +121,12 @@ struct Producer {
   const Ring& ring;
   const Share& share;
   const TensorMap *w_map, *x_map;
-  int fetched_rows;  // of x, by this block
   u32 unit_bytes;
   int num_units, ahead;  // the first `ahead` units find their stages empty
   Cursor w, x;           // what is fetched next
 
   DEV Producer(const Ring& ring, const Share& share, const TensorMap* w_map, const TensorMap* x_map, int m)
-      : ring(ring), share(share), w_map(w_map), x_map(x_map),
-        fetched_rows(SHARED == 1 ? m : (m + 15) / 16 * 8), unit_bytes(W_BYTES + SHARED * fetched_rows * 128),
+      : ring(ring), share(share), w_map(w_map), x_map(x_map), unit_bytes(W_BYTES + m * 128),
         num_units(share.num_units()), ahead(min(num_units, STAGES)), w{share.first_row, share.first_chunk}, x(w) {}
   DEV void load_w() {
     const u32 barrier = ring.full(w.place.stage);
@@ -146,10 +135,7 @@ struct Producer {
     w.advance(share);
   }
   DEV void load_x() {
-    const u32 stage = ring.x(x.place.stage), barrier = ring.full(x.place.stage);
-    const int row = share.side * fetched_rows;
-    if (SHARED == 1) tma_load_2d(stage, x_map, barrier, x.chunk * CHUNK, 0);
-    else tma_load_2d_for(3 << share.rank_of_side(0), stage + row * 128, x_map, barrier, x.chunk * CHUNK, row);
+    tma_load_2d(ring.x(x.place.stage), x_map, ring.full(x.place.stage), x.chunk * CHUNK, 0);
     x.advance(share);
   }
   // Before the kernel in front of this one has ended: it never writes W.
@@ -246,29 +232,29 @@ DEV void write(const Params& p, const Quartet& q, const float* sums, const float
 //
 // Quartets of all bands are dealt out to the blocks. They arrive where the stages were:
 //
-//   [quartets of this block] [SPLITS senders]   octets of sums, 32 lanes each; NORMED: squares of rows g and g + 8
+//   [quartets of this block] [CLUSTER senders]   octets of sums, 32 lanes each; NORMED: squares of rows g and g + 8
 
 constexpr int MOST_OCTETS = OCTETS < 4 * BLENDED ? OCTETS : 4 * BLENDED;  // of sums, of a quartet
 constexpr int PARCEL = MOST_OCTETS * 32 + (NORMED ? 8 : 0);               // float4 of a quartet from a block
-constexpr int DEALT = (BANDS * QUARTETS + SPLITS - 1) / SPLITS;           // quartets of a block, at most
-static_assert(!SPLIT || DEALT * SPLITS * PARCEL * 16 <= STAGES * STAGE, "parcels fit where the stages were");
+constexpr int DEALT = (BANDS * QUARTETS + CLUSTER - 1) / CLUSTER;         // quartets of a block, at most
+static_assert(!SPLIT || DEALT * CLUSTER * PARCEL * 16 <= STAGES * STAGE, "parcels fit where the stages were");
 
-DEV u32 parcel_of(int item, int sender) { return (item / SPLITS * SPLITS + sender) * PARCEL; }
+DEV u32 parcel_of(int item, int sender) { return (item / CLUSTER * CLUSTER + sender) * PARCEL; }
 DEV Quartet quartet_of(int item, int first_row) { return Quartet(item / QUARTETS, item % QUARTETS, first_row); }
 
 // Bytes that this block will receive.
 DEV u32 bytes_to_receive(const Params& p, const Share& share) {
   u32 bytes = 0;
-  for (int item = share.part; item < BANDS * QUARTETS; item += SPLITS) {
+  for (int item = share.rank; item < BANDS * QUARTETS; item += CLUSTER) {
     const Quartet q = quartet_of(item, share.first_row);
-    if (q.row < p.m) bytes += SPLITS * 16 * (q.count * BLENDED * 32 + (NORMED ? 8 : 0));
+    if (q.row < p.m) bytes += CLUSTER * 16 * (q.count * BLENDED * 32 + (NORMED ? 8 : 0));
   }
   return bytes;
 }
 
-DEV void send(const Ring& ring, const Share& share, int item, int count, const float* sums, const float (&squares)[2]) {
-  const int lane = threadIdx.x & 31, receiver = share.rank_of_part(item % SPLITS);
-  const u32 to = ring.stages + parcel_of(item, share.part) * 16;
+DEV void send(const Ring& ring, int item, int count, int sender, const float* sums, const float (&squares)[2]) {
+  const int lane = threadIdx.x & 31, receiver = item % CLUSTER;
+  const u32 to = ring.stages + parcel_of(item, sender) * 16;
 #pragma unroll
   for (int i = 0; i < 4 * BLENDED; i++)
     if (i < count * BLENDED)
@@ -280,7 +266,7 @@ DEV void send(const Ring& ring, const Share& share, int item, int count, const f
 // One warp: quartets of this block.
 DEV void add_parcels(const Params& p, const Ring& ring, const Share& share) {
   const int lane = threadIdx.x & 31;
-  for (int item = (threadIdx.x >> 5) * SPLITS + share.part; item < BANDS * QUARTETS; item += 4 * WARPGROUPS * SPLITS) {
+  for (int item = (threadIdx.x >> 5) * CLUSTER + share.rank; item < BANDS * QUARTETS; item += 4 * WARPGROUPS * CLUSTER) {
     const Quartet q = quartet_of(item, share.first_row);
     if (q.row >= p.m) continue;
     Bias bias;
@@ -290,7 +276,7 @@ DEV void add_parcels(const Params& p, const Ring& ring, const Share& share) {
     mbarrier_wait(ring.received(), 0);
     float sums[16 * BLENDED] = {}, factor[2] = {};
 #pragma unroll
-    for (int sender = 0; sender < SPLITS; sender++) {
+    for (int sender = 0; sender < CLUSTER; sender++) {
       const float4* parcel = (const float4*)ring.memory + parcel_of(item, sender);
 #pragma unroll
       for (int i = 0; i < 4 * BLENDED; i++)
@@ -338,14 +324,9 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, group = threadIdx.x >> 7;
   const u32 x_offset = group * HEIGHTS * 64 * 128;
   const int first_band = group * 4 * HEIGHTS + warp;  // and every fourth
-  int to_release = share.num_units() - STAGES;  // what is not fetched for any more, nobody waits for
   auto release = [&](u32 stage) {
     if (NORMED) __syncwarp();  // all lanes have read x
-    if (SHARED == 1) {
-      if (lane == 0) mbarrier_arrive(ring.empty(stage));
-    } else if (to_release-- > 0 && lane < SHARED) {
-      mbarrier_arrive_at(ring.empty(stage), share.rank_of_side(lane));
-    }
+    if (lane == 0) mbarrier_arrive(ring.empty(stage));
   };
   float half_squares[HEIGHTS] = {}, factor[HEIGHTS][2] = {};
   Place place;
@@ -398,13 +379,13 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
       }
     }
     if (SPLIT) {
-      if (lane < SPLITS) mbarrier_arrive_at(ring.ready(), share.rank_of_part(lane));
+      if (lane < CLUSTER) mbarrier_arrive_at(ring.ready(), lane);
       mbarrier_wait(ring.ready(), 0);
     }
     for_each_quartet([&](const Quartet& q, int h, int i) {
       if (q.row >= p.m) return;
       if (SPLIT) {
-        send(ring, share, (first_band + 4 * h) * QUARTETS + i, q.count, sums[h] + i * 16 * BLENDED, factor[h]);
+        send(ring, (first_band + 4 * h) * QUARTETS + i, q.count, share.rank, sums[h] + i * 16 * BLENDED, factor[h]);
         return;
       }
       if (!EARLY) load_addends(q, h, i);
@@ -415,7 +396,7 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM) wide_gemm_sm90(
     const __grid_constant__ TensorMap w_map,  // [n, k], box [TILE, CHUNK]
-    const __grid_constant__ TensorMap x_map,  // [m, k], box [m, CHUNK], SHARED: half of it, in octets
+    const __grid_constant__ TensorMap x_map,  // [m, k], box [m, CHUNK]
     scalar_t* out,                            // [m, n], gated: [m, n / 2]; rows at multiples of 16 bytes
     const scalar_t* residual,                 // the same, or null
     const scalar_t* bias,                     // [n] or null
@@ -431,10 +412,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
   if (produces) {
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(ring.full(i), 1);
-      mbarrier_init(ring.empty(i), 4 * WARPGROUPS * SHARED);  // one arrival per warp that multiplies it
+      mbarrier_init(ring.empty(i), 4 * WARPGROUPS);  // one arrival per consumer warp
     }
     if (SPLIT) {
-      mbarrier_init(ring.ready(), 4 * WARPGROUPS * SPLITS);
+      mbarrier_init(ring.ready(), 4 * WARPGROUPS * CLUSTER);
       mbarrier_init(ring.received(), 1);
       mbarrier_arrive_expect(ring.received(), bytes_to_receive(params, share));
     }
@@ -442,7 +423,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     fence_async_proxy();
     producer.start();
   }
-  cluster_meet();          // nothing comes to a block before its barriers exist
+  cluster_meet();          // nothing is sent to a block before its barriers exist
   grid_dependency_wait();  // x and the residual are read and out is written from here on
   grid_dependency_launch();
   if (threadIdx.x >= 128 * WARPGROUPS) {

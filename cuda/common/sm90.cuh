@@ -82,13 +82,6 @@ DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
       :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
-// To this place in several blocks of the cluster, those with a bit in `ranks`, each with its own barrier.
-DEV void tma_load_2d_for(u32 ranks, u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;"
-      :: "r"(smem), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((u16)ranks) : "memory");
-}
 DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"

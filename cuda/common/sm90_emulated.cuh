@@ -92,10 +92,6 @@ DEV void emulated_load_to(u32 rank, u32 smem, const TensorMap* map, u32 barrier,
 DEV void tma_load_2d(u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
   emulated_load_to(rank_in_cluster(), smem, map, barrier, x, y, 0);
 }
-DEV void tma_load_2d_for(u32 ranks, u32 smem, const TensorMap* map, u32 barrier, int x, int y) {
-  for (u32 rank = 0; ranks >> rank; rank++)
-    if (ranks >> rank & 1) emulated_load_to(rank, smem, map, barrier, x, y, 0);
-}
 DEV void tma_load_3d(u32 smem, const TensorMap* map, u32 barrier, int x, int y, int z) {
   emulated_load_to(rank_in_cluster(), smem, map, barrier, x, y, z);
 }

@@ -23,7 +23,6 @@ starts when the kernel before has ended, this kernel has its first weights by th
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 import torch
@@ -47,8 +46,7 @@ CHOSEN = (
 
 ROWS = (32, 64, 128, 192, 256)  # of x, up to which plans are made
 CHUNK = 64  # columns of x and W that a stage holds
-SPLITS = (1, 2, 4)  # blocks that share a tile, by columns
-SHARED_FROM = 65  # rows of x: as many as W has in a tile, or nearly
+CLUSTERS = (1, 2, 4)  # blocks that share a tile; of eight too few would run at a time
 TILES = (*range(8, 129, 8), 144, 160, 176, 192, 224, 256)  # sizes of N in cuda/common/sm90.cuh
 MIN_STAGES = 3
 MAX_STAGES = 12
@@ -102,18 +100,12 @@ class Plan:
 
     tiling: Tiling
     tile: int  # rows of W
-    splits: int  # blocks that share a tile, by columns
+    cluster: int  # blocks that share a tile, by columns
     grid: int  # blocks
     rounds: int  # tiles, one after another, of the block that has most
     num_chunks: int  # of K
     gated: bool
     stages: int = MIN_STAGES
-    shared: int = 1  # blocks, of neighbouring tiles, that fetch x for each other
-
-    @property
-    def cluster(self) -> int:
-        """Blocks that run together."""
-        return self.splits * self.shared
 
     @property
     def threads(self) -> int:
@@ -123,7 +115,7 @@ class Plan:
     @property
     def units(self) -> int:
         """Chunks that a block reads, of all its tiles."""
-        return self.rounds * -(-self.num_chunks // self.splits)
+        return self.rounds * -(-self.num_chunks // self.cluster)
 
     @property
     def stage_bytes(self) -> int:
@@ -138,28 +130,21 @@ class Plan:
     @property
     def parcel_bytes(self) -> int:
         """What a block of a split product receives, where its stages were: sums, and squares of its rows."""
-        if self.splits == 1:
+        if self.cluster == 1:
             return 0
         octets, blended = self.tile // 8, 2 if self.gated else 1
         bands, quartets = self.tiling.rows // 16, -(-octets // (4 * blended))
-        dealt = -(-bands * quartets // self.splits)
-        return 16 * dealt * self.splits * (32 * min(octets, 4 * blended) + 8)
+        dealt = -(-bands * quartets // self.cluster)
+        return 16 * dealt * self.cluster * (32 * min(octets, 4 * blended) + 8)
 
     @property
     def least_stages(self) -> int:
         return max(MIN_STAGES, -(-self.parcel_bytes // (self.stage_bytes - 16)))
 
     def __str__(self) -> str:
-        """Tiles, by as many blocks each; rows of W; rounds; stages; whether blocks share x."""
+        """Tiles, by as many blocks each; rows of W; rounds; stages."""
         rounds = f" r{self.rounds}" if self.rounds > 1 else ""
-        shared = f" x/{self.shared}" if self.shared > 1 else ""
-        return (
-            f"{self.grid // self.splits}/{self.splits} x{self.tile}{rounds} s{self.stages}{shared}"
-        )
-
-    def fetched_rows(self, m: int) -> int:
-        """Rows of x that a block fetches at a time, of `m`: a share in whole octets, as the swizzle has them."""
-        return m if self.shared == 1 else -(-m // (8 * self.shared)) * 8
+        return f"{self.grid // self.cluster}/{self.cluster} x{self.tile}{rounds} s{self.stages}"
 
 
 def wide_gemm_sm90(
@@ -203,7 +188,7 @@ def launch(
         (plan.threads,),
         (
             tensor_map(w, (plan.tile, CHUNK)),
-            tensor_map(x, (plan.fetched_rows(m), CHUNK)),
+            tensor_map(x, (m, CHUNK)),
             out.data_ptr(),
             residual.data_ptr() if residual is not None else 0,
             bias.data_ptr() if bias is not None else 0,
@@ -284,8 +269,8 @@ def make_plan(
 
 
 def candidates(rows: int, n: int, k: int, device: Device, gated: bool = False) -> list[Plan]:
-    """For each number of splits, blocks sharing x or not, the lowest tiles that cover W in one round, or, of whole
-    tiles, in the fewest and in one more; with as many stages as fit into half of an SM's shared memory, and into all."""
+    """For each size of cluster the lowest tiles that cover W in one round, or, of single blocks, in the fewest and
+    in one more; with as many stages as fit into half of an SM's shared memory, and into all."""
     limits = (half_of(device), device.smem_limit - LEFT_OVER)
     plans = [
         replace(plan, stages=stages)
@@ -299,18 +284,18 @@ def candidates(rows: int, n: int, k: int, device: Device, gated: bool = False) -
 def unstaged_plans(rows: int, n: int, k: int, device: Device, gated: bool) -> Iterator[Plan]:
     tiling = next(tiling for tiling in TILINGS if rows <= tiling.rows)
     num_chunks = -(-k // CHUNK)
-    for shared, splits in product((1, 2) if rows >= SHARED_FROM else (1,), SPLITS):
-        limit = device.clusters_of(splits * shared) * shared  # tiles at a time
-        if limit == 0 or num_chunks < splits:
+    for cluster in CLUSTERS:
+        limit = device.clusters_of(cluster)  # tiles at a time
+        if limit == 0 or num_chunks < cluster:
             continue
         least = -(-n // (limit * tiling.widest))
-        for rounds in (least, least + 1) if splits == 1 else (1,):
+        for rounds in (least, least + 1) if cluster == 1 else (1,):
             tile = tile_for(n, limit * rounds, tiling, gated)
             if tile is not None:
-                neighbours = -(-n // (tile * shared))
-                actual = -(-neighbours * shared // limit)
-                grid = -(-neighbours // actual) * shared * splits
-                yield Plan(tiling, tile, splits, grid, actual, num_chunks, gated, shared=shared)
+                num_tiles = -(-n // tile)
+                actual = -(-num_tiles // limit)
+                grid = -(-num_tiles // actual) * cluster
+                yield Plan(tiling, tile, cluster, grid, actual, num_chunks, gated)
 
 
 def tile_for(n: int, num_tiles: int, tiling: Tiling, gated: bool) -> int | None:
@@ -336,8 +321,8 @@ def estimate(plan: Plan, rows: int, n: int, k: int, normed: bool, device: Device
     working = plan.units * chunk + refills * max(0.0, LATENCY_US / plan.stages - chunk)
     reading = 2 * n * k / (device.num_sms * MEMORY_RATE)
     time = max(reading, working) + OVERLAP * min(reading, working)
-    if plan.splits > 1:
-        sent = 4 * rows * plan.tile * (plan.splits - 1) / plan.splits
+    if plan.cluster > 1:
+        sent = 4 * rows * plan.tile * (plan.cluster - 1) / plan.cluster
         return time + EXCHANGE_US + sent / EXCHANGE_RATE
     return time + CROWDED_US * (plan.smem_bytes > half_of(device))
 
@@ -363,8 +348,6 @@ def variant(
         "TILE": plan.tile,
         "THREADS": plan.threads,
         "STAGES": plan.stages,
-        "SPLITS": plan.splits,
-        "SHARED": plan.shared,
         "CLUSTER": plan.cluster,
         "NORMED": int(normed),
         "GATED": int(plan.gated),

@@ -233,13 +233,10 @@ def test_linear_takes_the_kernel_where_it_is_chosen() -> None:
     assert_close(fused_linear(odd, w, norm_eps=EPS), want, 2 * limit(BF16))
 
 
-@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("cluster", [2, 4])
 @pytest.mark.parametrize("rows", op.ROWS)
 def test_as_many_clusters_run_at_a_time_as_plans_assume(rows: int, cluster: int) -> None:
     plans = [p for p in op.candidates(rows, 3584, 3584, device_of()) if p.cluster == cluster]
-    if cluster > max(op.SPLITS) and rows < op.SHARED_FROM:
-        assert not plans
-        return
     plan = max(plans, key=lambda p: p.smem_bytes)  # such that a block fills an SM
     kernel = op.load(plan, BF16, False, False)
     count = clusters_at_a_time(kernel, plan.cluster, plan.grid, plan.threads, plan.smem_bytes)

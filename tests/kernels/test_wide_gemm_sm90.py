@@ -40,18 +40,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plan_of(
-    tiling: Tiling,
-    tile: int,
-    splits: int,
-    rounds: int,
-    n: int,
-    k: int,
-    gated: bool = False,
-    shared: int = 1,
+    tiling: Tiling, tile: int, cluster: int, rounds: int, n: int, k: int, gated: bool = False
 ) -> Plan:
-    neighbours = -(-n // (tile * shared))
-    grid = -(-neighbours // rounds) * shared * splits
-    plan = Plan(tiling, tile, splits, grid, rounds, -(-k // op.CHUNK), gated, shared=shared)
+    num_tiles = -(-n // tile)
+    grid = -(-num_tiles // rounds) * cluster
+    plan = Plan(tiling, tile, cluster, grid, rounds, -(-k // op.CHUNK), gated)
     stages = op.most_stages(plan, HOPPER.smem_limit)
     assert stages is not None, "does not fit into shared memory"
     return replace(plan, stages=stages)
@@ -96,7 +89,7 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 # Ragged in every direction, rings that go round, all tilings, options as a decoder has them and all together.
 PRODUCTS = [
-    # m, n, k, dtype, tiling, tile, splits, rounds, options
+    # m, n, k, dtype, tiling, tile, cluster, rounds, options
     (33, 72, 328, BF16, ONE, 24, 1, 1, ""),
     (64, 200, 904, BF16, ONE, 40, 1, 2, "bias normed"),
     (63, 144, 328, FP16, ONE, 16, 1, 5, "normed gated"),
@@ -121,20 +114,12 @@ PRODUCTS = [
     (180, 72, 264, FP16, THREE, 40, 2, 1, "bias residual"),
     (256, 128, 264, BF16, FOUR, 120, 4, 1, "residual"),
     (200, 160, 136, BF16, FOUR, 80, 2, 1, "bias normed gated residual"),
-    (65, 96, 520, BF16, TWO, 32, 1, 3, "residual shared"),
-    (128, 200, 904, BF16, TWO, 40, 1, 2, "bias normed shared"),
-    (100, 224, 328, BF16, TWO, 16, 1, 4, "normed gated shared"),
-    (129, 88, 200, BF16, THREE, 48, 1, 1, "bias normed residual shared"),
-    (250, 104, 136, BF16, FOUR, 24, 1, 2, "bias residual shared"),
-    (120, 272, 456, BF16, TWO, 56, 2, 1, "bias residual shared"),
-    (71, 96, 328, FP16, TWO, 80, 4, 1, "normed gated shared"),
-    (128, 200, 1096, BF16, TWO, 40, 4, 1, "bias normed residual shared"),
 ]  # fmt: skip
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("m", "n", "k", "dtype", "tiling", "tile", "splits", "rounds", "options"), PRODUCTS
+    ("m", "n", "k", "dtype", "tiling", "tile", "cluster", "rounds", "options"), PRODUCTS
 )
 @pytest.mark.parametrize("schedule", ["plain", "EMU_LATE"])
 def test_against_the_reference(
@@ -145,19 +130,18 @@ def test_against_the_reference(
     dtype: torch.dtype,
     tiling: Tiling,
     tile: int,
-    splits: int,
+    cluster: int,
     rounds: int,
     options: str,
     schedule: str,
 ) -> None:
     if schedule != "plain":
-        if splits > 1 and m > 128:
+        if cluster > 1 and m > 128:
             pytest.skip("takes minutes: sums arrive one by one")
         run_by(schedule, monkeypatch)
     gated = "gated" in options
     given = Inputs(m, n, k, dtype, gated)
-    shared = 2 if "shared" in options else 1
-    plan = plan_of(tiling, tile, splits, rounds, n, k, gated, shared)
+    plan = plan_of(tiling, tile, cluster, rounds, n, k, gated)
     bias = given.bias if "bias" in options else None
     norm_eps = EPS if "normed" in options else None
     residual = given.residual if "residual" in options else None
@@ -185,10 +169,10 @@ def run_by(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("splits", "shared"), [(1, 1), (2, 1), (1, 2)])
-def test_nan_of_other_rows_stays_there(splits: int, shared: int) -> None:
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_nan_of_other_rows_stays_there(cluster: int) -> None:
     given = Inputs(40, 64, 392, BF16)
-    plan = plan_of(ONE, 32, splits, 1, 64, 392, shared=shared)
+    plan = plan_of(ONE, 32, cluster, 1, 64, 392)
     want, out = torch.empty(40, 64, dtype=BF16), torch.empty(40, 64, dtype=BF16)
     op.launch(given.x, given.w, None, want, plan, EPS)
     bad = [0, 9, 17, 33]
@@ -237,11 +221,10 @@ def test_plans_cover_the_product_within_the_device(device: Device, rows: int, ga
                 assert plan.grid % plan.cluster == 0
                 clusters = plan.grid // plan.cluster
                 assert 1 <= clusters <= device.clusters_of(plan.cluster)
-                width = plan.tile * plan.shared
-                assert width * clusters * plan.rounds >= n
-                assert width * (clusters * plan.rounds - clusters) < n, "a round for nothing"
-                assert plan.rounds == 1 or plan.splits == 1
-                assert plan.num_chunks == -(-k // op.CHUNK) >= plan.splits
+                assert plan.tile * clusters * plan.rounds >= n
+                assert plan.tile * (clusters * plan.rounds - clusters) < n, "a round for nothing"
+                assert plan.rounds == 1 or plan.cluster == 1
+                assert plan.num_chunks == -(-k // op.CHUNK) >= plan.cluster
                 assert op.MIN_STAGES <= plan.stages <= op.MAX_STAGES
                 assert plan.parcel_bytes <= plan.stages * (plan.stage_bytes - 16)
                 assert plan.smem_bytes <= device.smem_limit
@@ -310,10 +293,9 @@ def test_every_tiling_compiles_without_spills_or_remarks() -> None:
     jobs = []
     for tiling in op.TILINGS:
         for tile in (*NARROWER[tiling], tiling.widest):
-            for splits, normed, residual in [(1, True, False), (1, False, True), (2, True, True)]:
+            for cluster, normed, residual in [(1, True, False), (1, False, True), (2, True, True)]:
                 gated = normed and tile % 16 == 0
-                shared = 1 if tiling is ONE else 2
-                plan = plan_of(tiling, tile, splits, 1, 8 * tile, 4096, gated, shared)
+                plan = plan_of(tiling, tile, cluster, 1, 8 * tile, 4096, gated)
                 spec = op.variant(plan, BF16, normed, residual)
                 jobs.append(Job.of(spec.source, spec.defines, "sm_90a"))
     for built in build(jobs, KernelCache(), workers=len(os.sched_getaffinity(0))):
