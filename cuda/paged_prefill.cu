@@ -236,7 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_prefi
     }
   }
 
-  // Results take the place of the warp's own queries, and leave from there in whole chunks.
+  // Results take the place of the warp's own queries, which all its lanes have read, and leave from there in
+  // whole chunks.
+  __syncwarp();
   #pragma unroll
   for (int i = 0; i < M_TILES; i++)
     #pragma unroll
