@@ -127,8 +127,8 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
                       RingPosition& at, GridBarrier& grid, float* area) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int num_outputs = op.m * slice.count;
-    // What is added to this thread's outputs, which nobody else changes.
-    float bias[PER_THREAD][FACTORS] = {}, residual[PER_THREAD] = {};
+    // What is added to this thread's outputs, which nobody else changes: not looked at before it is needed.
+    scalar_t bias[PER_THREAD][FACTORS] = {}, residual[PER_THREAD] = {};
 #pragma unroll
     for (int p = 0; p < PER_THREAD; p++) {
       const int e = threadIdx.x + THREADS * p;
@@ -137,8 +137,8 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
       const int row_of_w = GATED ? output / 8 * 16 + output % 8 : output;
 #pragma unroll
       for (int f = 0; f < FACTORS; f++)
-        if (op.bias != nullptr) bias[p][f] = to_float(op.bias[row_of_w + 8 * f]);
-      if (op.residual != nullptr) residual[p] = to_float(load2_l2(op.residual + row * OUTPUTS + output));
+        if (op.bias != nullptr) bias[p][f] = op.bias[row_of_w + 8 * f];
+      if (op.residual != nullptr) residual[p] = load2_l2(op.residual + row * OUTPUTS + output);
     }
     grid.wait();
     Inputs x;
@@ -172,9 +172,10 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
       const float* sums = area + row * SUM_STRIDE + (GATED ? i / 8 * 16 + i % 8 : i);
       float y[FACTORS];
 #pragma unroll
-      for (int f = 0; f < FACTORS; f++) y[f] = over_warps(sums + 8 * f, MAX_ROWS * SUM_STRIDE) * factor + bias[p][f];
+      for (int f = 0; f < FACTORS; f++)
+        y[f] = over_warps(sums + 8 * f, MAX_ROWS * SUM_STRIDE) * factor + to_float(bias[p][f]);
       if (GATED) y[0] = silu(y[0]) * y[FACTORS - 1];
-      op.out[row * OUTPUTS + slice.first + i] = from_float(y[0] + residual[p]);
+      op.out[row * OUTPUTS + slice.first + i] = from_float(y[0] + to_float(residual[p]));
     }
     grid.arrive();
   }

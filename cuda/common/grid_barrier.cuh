@@ -69,9 +69,10 @@ struct GridBarrier {
     expected += gridDim.x;
     stamp();
   }
+  // The last warp looks, as the first may still be busy with its arrival.
   DEV void wait() {
     stamp();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == SYNC_THREADS - 32) {
 #ifdef SLUICE_TRAP
       u32 tries = 0;
 #endif
