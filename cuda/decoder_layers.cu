@@ -11,7 +11,7 @@
 // (weight_ring.cuh), fetched by a warp that takes no part in barriers.
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHIDDEN  -DINNER   multiples of 64, as is NUM_HEADS * HEAD_DIM
-//   and those of the files below; -DPROFILE=1: times of all phases (scripts only)
+//   -DSMEM_BYTES=n of the launch, and those of the files below; -DPROFILE=1: times of all phases (scripts only)
 #define ROPE_FP32 1
 #define SYNC_THREADS 256
 #include "common/dependent_launch.cuh"
@@ -31,7 +31,7 @@ typedef BlockProduct<HIDDEN_SIZE, INNER_SIZE, false, false> DownProduct;
 constexpr int SUM_BYTES = 4 * larger(larger(sum_floats(QKV, false), sum_floats(HIDDEN_SIZE, false)), sum_floats(INNER_SIZE, true));
 constexpr int AREA_AT = RING_BYTES;
 constexpr int BARRIERS_AT = AREA_AT + (larger(SUM_BYTES, ATTENTION_BYTES) + 127) / 128 * 128;
-constexpr int SMEM_BYTES = BARRIERS_AT + 2 * 8 * FLIGHTS;
+static_assert(BARRIERS_AT + 2 * 8 * FLIGHTS <= SMEM_BYTES, "more shared memory than the launch asks for");
 
 // Laid out as in engine/ops/decoder_layers.py.
 struct Layer {

@@ -169,6 +169,7 @@ def variant(
         "KV_STAGES": layout.kv_stages,
         "MAX_PARTS": MAX_PARTS,
         "LEAST_BLOCKS": least_blocks,
+        "SMEM_BYTES": layout.smem_bytes,
     }
     return jit.VariantSpec(
         "decoder_layers.cu", "decoder_layers", defines, layout.smem_bytes, archs=("sm_90a",)
