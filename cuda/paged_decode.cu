@@ -17,8 +17,9 @@
 // Keys stand on the left of the tensor cores' products, S^T = K Q^T and O^T = V^T P^T: tiles of 16 tokens or
 // columns by 8 query heads, where heads on the left would mostly leave 8 or more of 16 rows empty.
 //
-// The warps' softmax sums meet in shared memory at the end. Of a row that is split into several items,
-// each leaves its part in global memory, and the block that finds all others' parts there merges them.
+// The warps' softmax sums meet in shared memory at the end, while the next item's first tiles are on their way
+// (common/tile_ring.cuh). Of a row that is split into several items, each leaves its part in global memory, and
+// the block that finds all others' parts there merges them.
 //
 // With FUSED_ROPE the block norms and rotates its query heads itself, on their way to shared memory. The item
 // with a row's newest token, its last, does so with that token's key, too, writes key and value to the cache,
@@ -30,27 +31,31 @@
 #include "common/mma.cuh"
 #include "common/kv_tile.cuh"
 #include "common/row_parts.cuh"
+#include "common/tile_ring.cuh"
 #include "common/work_item.cuh"
 #if FUSED_ROPE
 #include "common/rotation.cuh"
 #endif
 
 constexpr int SUBTILES = TILE / 16;  // of the tensor cores
-constexpr int TILE_BYTES = TILE * KvLayout::STRIDE;
-constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
 constexpr int THREADS = NUM_WARPS * 32;
 constexpr int ROW_BLOCKS = (GROUP + 15) / 16;
 constexpr int HEAD_TILES = GROUP > 8 ? 2 : 1, MAX_HEADS = 8 * HEAD_TILES;  // of a block
 constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats between heads' O: no bank conflicts
 constexpr int WARP_SUMS = NUM_WARPS * MAX_HEADS * SUM_STRIDE, PART_WEIGHTS = MAX_HEADS * MAX_PARTS;
 constexpr int SUMS = WARP_SUMS > PART_WEIGHTS ? WARP_SUMS : PART_WEIGHTS;  // floats: first the one, then the other
-static_assert(BLOCK_SIZE % TILE == 0, "a tile must not straddle blocks of the cache");
+
+// The warps' sums take the place of tiles, in the first slots of the rings. The next item's first tiles go to the
+// others meanwhile.
+constexpr int SUM_SLOTS = ((SUMS + 2 * NUM_WARPS * MAX_HEADS) * 4 + 16 + SLOT_BYTES - 1) / SLOT_BYTES;
+constexpr int EARLY_TILES = STAGES > SUM_SLOTS ? STAGES - SUM_SLOTS : 0;
+typedef TileRing<SUM_SLOTS> Tiles;
 
 constexpr bool QUERY_IN_SMEM = HEAD_DIM > 128;  // registers would not hold it beside O
 
 // Shared memory: rings of tiles, the queries' fragments if QUERY_IN_SMEM, and if FUSED_ROPE rotated queries and
 // the newest key and value as the cache has them.
-constexpr int FRAGMENTS_AT = NUM_WARPS * STAGES * STAGE_BYTES;  // [K_STEPS][HEAD_TILES][32]
+constexpr int FRAGMENTS_AT = STAGES * SLOT_BYTES;  // [K_STEPS][HEAD_TILES][32]
 constexpr int ROTATED_AT = FRAGMENTS_AT + (QUERY_IN_SMEM ? K_STEPS * 32 * HEAD_TILES * 8 : 0);
 constexpr int NEWEST_AT = ROTATED_AT + MAX_HEADS * QueryLayout::STRIDE;
 
@@ -65,6 +70,12 @@ DEV u32 made_anew(u32 x) {
 
 struct alignas(8) Fragment { u32 b[2]; };  // 16 columns of 8 queries, as a right operand
 struct alignas(16) Chunk { u32 words[4]; };
+
+// Does the item's last token come from the kernel before, and not from the cache?
+DEV bool reads_newest(const WorkItem& item) {
+  return FUSED_ROPE && item.end > item.begin &&
+         (item.part < 0 || item.part == item.first_part + item.num_parts - 1);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decode(
     scalar_t* __restrict__ out,          // [rows, num_heads, HEAD_DIM]
@@ -99,88 +110,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     }
     has_waited = true;
   };
+  const int kv_head = blockIdx.x / ROW_BLOCKS;
+  const int first_head = kv_head * GROUP + blockIdx.x % ROW_BLOCKS * 16;  // of this block's query heads
+  const int heads = min(16, (kv_head + 1) * GROUP - first_head);
+  const int num_heads = num_kv_heads * GROUP;
+
+  // Plans, block tables and angles are older than the kernel before this one.
   const int count = *num_work;
   WorkItem item = work[blockIdx.y], next;
+  Tiles tiles;
+  tiles.k_cache = (const u8*)k_cache, tiles.v_cache = (const u8*)v_cache;
+  tiles.num_kv_heads = num_kv_heads, tiles.kv_head = kv_head;
   int advance = 2 * (gridDim.y - blockIdx.y) - 1;
   // The barrier: nobody reads shared memory any more, which the next item fills.
   for (int index = blockIdx.y; index < count;
        index += advance, advance = 2 * gridDim.y - advance, item = next, __syncthreads()) {
     const u32 thread = made_anew(threadIdx.x);
     const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-    const int kv_head = blockIdx.x / ROW_BLOCKS;
-    const int first_head = kv_head * GROUP + blockIdx.x % ROW_BLOCKS * 16;  // of this block's query heads
-    const int heads = min(16, (kv_head + 1) * GROUP - first_head);
-    const int num_heads = num_kv_heads * GROUP;
-
-    const int first_token = item.begin & ~(TILE - 1);
     const u32 num_visible = item.end - item.begin;
+
+    const bool is_first = index == blockIdx.y;
+    if (is_first) tiles.begin_item(item, reads_newest(item), block_table, table_stride, warp, lane);
 #if FUSED_ROPE
-    const bool has_newest =
-        item.end > item.begin && (item.part < 0 || item.part == item.first_part + item.num_parts - 1);
-    const u32 num_cached = num_visible - has_newest;
-#else
-    const u32 num_cached = num_visible;
-#endif
-    const int num_tiles = (item.end - first_token + TILE - 1) / TILE;
-    const int my_tiles = (num_tiles - warp + NUM_WARPS - 1) / NUM_WARPS;
-
-    // Block ids of this warp's tiles: lane j holds that of tile 32 * n + j, loaded 32 tiles ahead.
-    const int* table_row = block_table + (long long)item.table_row * table_stride;
-    auto block_of = [&](int tile) {
-      return tile < my_tiles ? table_row[(first_token + (warp + tile * NUM_WARPS) * TILE) / BLOCK_SIZE] : 0;
-    };
-    int blocks = block_of(lane), later_blocks = block_of(32 + lane);
-
-    const smem_t ring = smem_address(smem) + warp * (STAGES * STAGE_BYTES);
-    auto load_tile = [&](int tile) {
-      if (tile < my_tiles) {
-        if (tile > 0 && tile % 32 == 0) {
-          blocks = later_blocks;
-          later_blocks = block_of(tile + 32 + lane);
-        }
-        const long long block = __shfl_sync(~0u, blocks, tile & 31);
-        const int token = first_token + (warp + tile * NUM_WARPS) * TILE;
-        const long long start = ((block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
-        const u8* keys = (const u8*)k_cache + start;
-        const u8* values = (const u8*)v_cache + start;
-        const smem_t to = ring + tile % STAGES * STAGE_BYTES;
-        constexpr int CHUNKS = TILE * KvLayout::CHUNKS;
-        #pragma unroll
-        for (int j = 0; j < (CHUNKS + 31) / 32; j++) {
-          const int i = j * 32 + lane, row = i / KvLayout::CHUNKS;
-          if (CHUNKS % 32 == 0 || i < CHUNKS) {
-            // others become zeros, whatever lies there: a weight of zero times NaN would be NaN
-            const bool wanted = (u32)(token + row - item.begin) < num_cached;
-            const u32 offset = KvLayout::offset(row, i % KvLayout::CHUNKS);
-            copy_async_16(to + offset, keys + i * 16, wanted);
-            copy_async_16(to + TILE_BYTES + offset, values + i * 16, wanted);
-          }
-        }
-      }
-      copy_async_commit();
-    };
-
-    // Plans, block tables and angles are older than the kernel before this one.
-#if FUSED_ROPE
+    const bool has_newest = reads_newest(item);
     const int head_lane = thread % HEAD_LANES, element = head_lane * 8;  // of a head, as in rotation.cuh
     Angles angles = {};
     if (head_lane < BUSY_LANES) angles = load_angles(cos, sin, item.row * angle_stride + element);
     const int newest = item.end - 1;
-    const long long newest_block = has_newest ? table_row[newest / BLOCK_SIZE] : 0;
-    #pragma unroll
-    for (int i = 0; i < STAGES; i++) load_tile(i);
-    wait_once();
+    const long long newest_block = has_newest ? tiles.table_row[newest / BLOCK_SIZE] : 0;
 
     // The block's heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
     const int num_new = heads + (has_newest ? 2 : 0);
+    auto head_of = [&](int i) { return i < heads ? first_head + i : num_heads + (i - heads) * num_kv_heads + kv_head; };
+    auto load_gains = [&](int i) -> StoredPart {
+      if (qk_norm == nullptr || i >= num_new || i == heads + 1 || head_lane >= BUSY_LANES) return {};
+      return load_stored(qk_norm + head_of(i) * HEAD_DIM + element);
+    };
+    StoredPart gains = load_gains(thread / HEAD_LANES);
+    #pragma unroll
+    for (int i = 0; i < STAGES; i++)
+      if (i >= EARLY_TILES || is_first) tiles.load(i, smem, warp, lane);
+    wait_once();
+
     for (int first = warp * 32; first < num_new * HEAD_LANES; first += THREADS) {
       const int i = (first + lane) / HEAD_LANES;
       const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == heads + 1;
-      const int head = i < heads ? first_head + i : num_heads + (i - heads) * num_kv_heads + kv_head;
       HeadPart x = {};
-      if (active) x = load_head(q + item.row * q_stride + head * HEAD_DIM + element);
-      if (qk_norm != nullptr)
-        norm_head(x, active && !is_value ? qk_norm + head * HEAD_DIM + element : nullptr, eps);
+      if (active) x = load_head(q + item.row * q_stride + head_of(i) * HEAD_DIM + element);
+      if (qk_norm != nullptr) {
+        if (first != warp * 32) gains = load_gains(i);
+        const float factor = norm_factor(x, eps);
+        if (!is_value) apply_norm(x, factor, unpack_head(gains));
+      }
       if (!is_value) rotate(x, angles);
       if (active && i < heads) {
         u8* rows = smem + ROTATED_AT;
@@ -199,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     // ... which wrote q and the newest token, which can only be an item's last.
     #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-      if (warp + i * NUM_WARPS >= num_tiles - 1) wait_once();
-      load_tile(i);
+      if (warp + i * NUM_WARPS >= tiles.count - 1) wait_once();
+      if (i >= EARLY_TILES || is_first) tiles.load(i, smem, warp, lane);
     }
     wait_once();
 #endif
@@ -242,13 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     }
     const float score_scale = SCORE_SCALE(scale);
 
-    for (int i = 0; i < my_tiles; i++) {
+    next = work[min(index + advance, count - 1)];
+    for (int i = 0; i < tiles.mine; i++) {
       copy_async_wait<STAGES - 1>();
       __syncwarp();
-      const smem_t keys = ring + i % STAGES * STAGE_BYTES + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
+      u8* tile = Tiles::slot(smem, i, warp);
+      const smem_t keys = smem_address(tile) + KvLayout::lane_offset(lane), values = keys + TILE_BYTES;
 #if FUSED_ROPE
-      if (has_newest && warp + i * NUM_WARPS == num_tiles - 1) {
-        u8* tile = smem + (warp * STAGES + i % STAGES) * STAGE_BYTES;
+      if (has_newest && warp + i * NUM_WARPS == tiles.count - 1) {
         const Chunk* from = (const Chunk*)(smem + NEWEST_AT);
         for (int j = lane; j < 2 * KvLayout::CHUNKS; j += 32) {
           const u32 offset = KvLayout::offset(newest % TILE, j % KvLayout::CHUNKS);
@@ -283,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
         }
       }
 
-      const int offset = first_token + (warp + i * NUM_WARPS) * TILE - item.begin;  // of the tile
+      const int offset = tiles.token_of(i, warp) - item.begin;  // of the tile
       const bool whole = offset >= 0 && offset + TILE <= (int)num_visible;
       bool rises = false;
       float highest[HEAD_TILES][2];
@@ -352,11 +334,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
         }
       }
       __syncwarp();  // all lanes have read the tile
-      load_tile(i + STAGES);
+      tiles.load(i + STAGES, smem, warp, lane);
     }
-    next = work[min(index + advance, count - 1)];  // on its way while this item ends
+    const bool is_last_item = index + advance >= count;
+    if (!is_last_item) tiles.begin_item(next, reads_newest(next), block_table, table_stride, warp, lane);
 
-    // The warps' sums, in shared memory in place of the rings.
+    // The warps' sums, in shared memory in place of tiles.
     __syncthreads();
     float* sums = (float*)smem;                             // [NUM_WARPS][MAX_HEADS][SUM_STRIDE]
     float* maxima = sums + SUMS;                            // [NUM_WARPS][MAX_HEADS]
@@ -377,6 +360,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
           }
         }
       }
+    if (!is_last_item)
+      #pragma unroll 1
+      for (int i = 0; i < EARLY_TILES; i++) tiles.load(i, smem, warp, lane);
     __syncthreads();
     constexpr int QUADS = HEAD_DIM / 4;
     for (int i = thread; i < heads * QUADS; i += THREADS) {
@@ -412,13 +398,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
     // Last to arrive? The counter falls back to zero for the next launch.
     __threadfence();
     __syncthreads();
-    int* is_last = (int*)(denominators + NUM_WARPS * MAX_HEADS);
+    int* is_last_part = (int*)(denominators + NUM_WARPS * MAX_HEADS);
     if (thread == 0) {
       const u32 before = atomicInc(arrivals + (long long)item.split * gridDim.x + blockIdx.x, item.num_parts - 1);
-      *is_last = before == (u32)item.num_parts - 1;
+      *is_last_part = before == (u32)item.num_parts - 1;
     }
     __syncthreads();
-    if (!*is_last) continue;
+    if (!*is_last_part) continue;
     __threadfence();
     float* weights = sums;  // [heads][num_parts], normalised
     const float* lse = part_lse + (long long)item.first_part * num_heads + first_head;

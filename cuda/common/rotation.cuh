@@ -57,20 +57,25 @@ DEV HeadPart unpack_head(const StoredPart& stored) {
 }
 DEV HeadPart load_head(const scalar_t* p) { return unpack_head(load_stored(p)); }
 
-// RMS norm over the head, by all lanes of a warp at once. `weight`: of the lane's first element, or null: the
-// lane's numbers stay.
-DEV void norm_head(HeadPart& x, const scalar_t* weight, float eps) {
+// RMS norm over the head: its factor, found by all lanes of a warp at once, then what it makes of a lane's numbers.
+DEV float norm_factor(const HeadPart& x, float eps) {
   float sum = 0.f;
 #pragma unroll
   for (int e = 0; e < 8; e++) sum = __fmaf_rn(x.a[e], x.a[e], __fmaf_rn(x.b[e], x.b[e], sum));
-  const float factor = rsqrtf(__fadd_rn(warp_sum<HEAD_LANES>(sum) / HEAD_DIM, eps));
-  if (weight == nullptr) return;
-  const HeadPart w = load_head(weight);
+  return rsqrtf(__fadd_rn(warp_sum<HEAD_LANES>(sum) / HEAD_DIM, eps));
+}
+DEV void apply_norm(HeadPart& x, float factor, const HeadPart& weight) {
 #pragma unroll
   for (int e = 0; e < 8; e++) {
-    x.a[e] = rounded(rounded(x.a[e] * factor) * w.a[e]);
-    x.b[e] = rounded(rounded(x.b[e] * factor) * w.b[e]);
+    x.a[e] = rounded(rounded(x.a[e] * factor) * weight.a[e]);
+    x.b[e] = rounded(rounded(x.b[e] * factor) * weight.b[e]);
   }
+}
+
+// Both. `weight`: of the lane's first element, or null: the lane's numbers stay.
+DEV void norm_head(HeadPart& x, const scalar_t* weight, float eps) {
+  const float factor = norm_factor(x, eps);
+  if (weight != nullptr) apply_norm(x, factor, load_head(weight));
 }
 
 DEV void rotate(HeadPart& x, const Angles& angles) {
