@@ -3,8 +3,8 @@
 Attention is bound by memory, and the products of a small model by their starts and ends. So each half of the rows
 goes through the layers on a stream of its own, the second one attention behind the first:
 
-    ahead    prepare ─ embed ─ plan ─ qkv ─ attention ┬ output ─ gate, up ─ down ─ qkv ─ attention ─ ... ┬ norm ─ logits
-    behind                                            └ plan ─ qkv ─ attention ─ output ─ gate, up ─ ... ┘
+    ahead    prepare ─ embed ┬ plan ─ qkv ─ attention ┬ output ─ gate, up ─ down ─ qkv ─ attention ─ ... ┬ norm ─ logits
+    behind                   └ plan ───────────────── ┴ qkv ─ attention ─ output ─ gate, up ─ down ─ ... ┘
 
 Where two attentions meet, both take longer in the same way, so the distance between the halves stays as it began.
 In exchange weights are read twice, and a half's products are those of fewer rows.
@@ -33,7 +33,6 @@ IS_CHOSEN = True
 # less for fewer; and products of more than 128 rows leave no room beside them.
 ROWS = range(64, 257)
 QUANTUM = 8  # rows; halves are multiples of it, but for the end
-BLOCKS_PER_SM = 1  # of attention
 
 
 class Half(NamedTuple):
@@ -81,7 +80,7 @@ class SplitSteps:
             and isinstance(attention, PagedAttention)
             and jit.device_arch(device.index) == "sm_90a"
             and side_by_side.is_worth(model.spec)
-            and has_room(model, attention, device)
+            and (blocks := blocks_on_half(model, attention, device))
         ):
             return None
         first, second = (
@@ -92,7 +91,7 @@ class SplitSteps:
                 attention.limits.max_tokens,
                 device,
                 attention.limits.is_fixed,
-                BLOCKS_PER_SM,
+                blocks,
             )
             for _ in range(2)
         )
@@ -121,15 +120,19 @@ class SplitSteps:
         )
         begin, *others = model.layers
         with side_by_side.leaving_room():
-            ahead.plan()
+            self.part()
+            with jit.whole_launches():
+                ahead.plan()
+                with self.on_side():
+                    behind.plan()
             attended = ahead.attend(begin)
             self.part()
-            with self.on_side():
-                with jit.whole_launches():
-                    behind.plan()
-                behind.run(begin)
             with jit.whole_launches():
+                with self.on_side():
+                    attended_behind = behind.attend(begin)
                 begin.output.add_to(ahead.hidden, attended)
+            with self.on_side():
+                begin.add_rest(behind.hidden, attended_behind)
             begin.down.add_to(ahead.hidden, begin.gate_up(ahead.hidden))
             for layer in others:
                 ahead.run(layer)
@@ -158,10 +161,8 @@ def rows_ahead(size: int) -> int:
     return -(-size // (2 * QUANTUM)) * QUANTUM
 
 
-def has_room(model: Decoder, attention: PagedAttention, device: torch.device) -> bool:
-    """Whether attention can do with half of a multiprocessor."""
+def blocks_on_half(model: Decoder, attention: PagedAttention, device: torch.device) -> int:
+    """Thread blocks of attention that fit into half of a multiprocessor; 0 if one takes it all."""
     spec, kv_dtype = model.spec, attention.kv.k[0].dtype
-    resident = paged_decode.resident_blocks(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, kv_dtype, device
-    )
-    return resident > BLOCKS_PER_SM
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return paged_decode.resident_blocks(*heads, kv_dtype, device) // 2

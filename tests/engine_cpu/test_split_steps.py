@@ -251,16 +251,18 @@ def test_launches_are_whole_where_streams_part_and_meet(
     layer = [("project", True), ("attend", True)]
     assert model.spec.num_layers == 2
     assert main == [
-        *(("plan_on_device", True), *layer, ("output", False), *layer),
+        *(("plan_on_device", False), *layer, ("output", False), *layer),
         *(("waits", False), ("norm", False)),
     ]
     assert side == [
         *(("waits", False), ("plan_on_device", False)),
-        *(*layer, ("output", True), *layer),
+        *(("waits", False), ("project", False), ("attend", False), ("output", True), *layer),
     ]
     assert not side_by_side.settings.leaves_room
     # the second half begins behind the first one's attention
-    assert EVENTS.index(("side", "waits", False)) == EVENTS.index(("main", "attend", True)) + 1
+    attended = EVENTS.index(("main", "attend", True))
+    assert EVENTS[attended + 1] == ("side", "waits", False)
+    assert EVENTS.index(("side", "project", False)) == attended + 2
 
 
 def note_product(product, monkeypatch) -> None:
