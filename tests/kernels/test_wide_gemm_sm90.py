@@ -250,12 +250,15 @@ def test_plans_are_the_fastest_that_were_measured(
 
 @pytest.mark.parametrize("config", [MODELS["SmolLM2-135M"], MODELS["Qwen2.5-0.5B fp16"]])
 def test_small_models_products_leave_room_where_they_can(config: jit.KernelConfig) -> None:
+    ahead_of_time = op.specs(replace(config, arch="sm_90a"))
     for p in op.products_of(config):
         for rows in op.ROWS:
             best, roomy = (
                 op.make_plan(rows, p.n, p.k, HOPPER, p.gated, p.normed, leaves_room)
                 for leaves_room in (False, True)
             )
+            if op.pays(rows, p.n, p.k):
+                assert op.variant(roomy, config.dtype, p.normed, p.residual) in ahead_of_time
             if rows <= op.ROOMY_ROWS:
                 assert roomy.leaves_room(HOPPER)
             assert (
