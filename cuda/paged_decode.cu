@@ -1,8 +1,8 @@
 // Attention of one query per row over paged keys and values, in split parts: see
 // engine/ops/paged_decode.py for the contract and the choice of the macros.
 //
-//   -DHEAD_DIM -DBLOCK_SIZE (a multiple of TILE) -DGROUP (query heads per KV head)
-//   -DNUM_WARPS -DSTAGES -DTILE=16 | 32 ... -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
+//   -DHEAD_DIM -DBLOCK_SIZE (a multiple of 16) -DGROUP (query heads per KV head)
+//   -DNUM_WARPS -DSTAGES -DBLOCKS_PER_SM  -DSCALAR_... and of kv_tile.cuh: -DKV_... -DSOFTCAP
 //   -DFUSED_ROPE=0 | 1   1: q, k and v come as the product made them; -DROPE_FP32 (rotation.cuh)
 //
 // Bound by memory: what counts is bytes in flight. A thread block takes a work item (a row's tokens
@@ -10,7 +10,7 @@
 // item y, then others, there and back along the list, which begins with the long ones. All blocks of a launch run
 // at a time: the next kernel may start early only when none is left to begin.
 //
-//   tile (TILE tokens) 0  1  2  3  4  5  6  7  8 ...
+//   tile (16 tokens)   0  1  2  3  4  5  6  7  8 ...
 //   warp               0  1  2  3  0  1  2  3  0 ...     each warp with a ring of STAGES tiles of its own,
 //                                                        filled by cp.async: no barrier in the loop
 //
@@ -37,7 +37,6 @@
 #include "common/rotation.cuh"
 #endif
 
-constexpr int SUBTILES = TILE / 16;  // of the tensor cores
 constexpr int THREADS = NUM_WARPS * 32;
 constexpr int ROW_BLOCKS = (GROUP + 15) / 16;
 constexpr int HEAD_TILES = GROUP > 8 ? 2 : 1, MAX_HEADS = 8 * HEAD_TILES;  // of a block
@@ -240,13 +239,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
       }
 #endif
 
-      // Scores of tokens g and g + 8 of each subtile, of heads 2t and 2t + 1.
-      float s[SUBTILES][HEAD_TILES][4] = {};
+      // Scores of tokens g and g + 8, of heads 2t and 2t + 1 of each tile of heads.
+      float s[HEAD_TILES][4] = {};
       #pragma unroll
       for (int load = 0; load < LOADS; load++) {
-        KeyFragment f[SUBTILES];
-        #pragma unroll
-        for (int j = 0; j < SUBTILES; j++) f[j].load(keys + j * 16 * KvLayout::STRIDE, load);
+        KeyFragment f;
+        f.load(keys, load);
         #pragma unroll
         for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
           const int k = load * K_STEPS_PER_LOAD + step;
@@ -255,12 +253,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
             for (int h = 0; h < HEAD_TILES; h++) {
               const Fragment b =
                   QUERY_IN_SMEM ? shared_query[(k * HEAD_TILES + h) * 32] : query[QUERY_IN_SMEM ? 0 : k][h];
-              #pragma unroll
-              for (int j = 0; j < SUBTILES; j++) {
-                u32 a[4];
-                f[j].left_operand(step, a);
-                mma(s[j][h], a, b.b[0], b.b[1]);
-              }
+              u32 a[4];
+              f.left_operand(step, a);
+              mma(s[h], a, b.b[0], b.b[1]);
             }
         }
       }
@@ -275,13 +270,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
         for (int head = 0; head < 2; head++) {
           highest[h][head] = HIDDEN;
           #pragma unroll
-          for (int j = 0; j < SUBTILES; j++)
-            #pragma unroll
-            for (int e = head; e < 4; e += 2) {
-              s[j][h][e] = cap_score(s[j][h][e], scale, cap);
-              if (!whole && (u32)(offset + j * 16 + e / 2 * 8 + g) >= num_visible) s[j][h][e] = HIDDEN;
-              highest[h][head] = fmaxf(highest[h][head], s[j][h][e]);
-            }
+          for (int e = head; e < 4; e += 2) {
+            s[h][e] = cap_score(s[h][e], scale, cap);
+            if (!whole && (u32)(offset + e / 2 * 8 + g) >= num_visible) s[h][e] = HIDDEN;
+            highest[h][head] = fmaxf(highest[h][head], s[h][e]);
+          }
           rises |= highest[h][head] * score_scale > m[h][head] + MAX_LAG;
         }
       if (__any_sync(~0u, rises)) {  // else no maximum would be raised
@@ -301,36 +294,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) paged_decod
             }
           }
       }
-      u32 weights[SUBTILES][HEAD_TILES][2];
+      u32 weights[HEAD_TILES][2];
       #pragma unroll
-      for (int j = 0; j < SUBTILES; j++)
+      for (int h = 0; h < HEAD_TILES; h++) {
         #pragma unroll
-        for (int h = 0; h < HEAD_TILES; h++) {
-          #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            s[j][h][e] = exp2_fast(s[j][h][e] * score_scale - m[h][e % 2]);
-            l[h][e % 2] += s[j][h][e];
-          }
-          weights[j][h][0] = transpose_8x8(pack_operand(s[j][h][0], s[j][h][1]));
-          weights[j][h][1] = transpose_8x8(pack_operand(s[j][h][2], s[j][h][3]));
+        for (int e = 0; e < 4; e++) {
+          s[h][e] = exp2_fast(s[h][e] * score_scale - m[h][e % 2]);
+          l[h][e % 2] += s[h][e];
         }
+        weights[h][0] = transpose_8x8(pack_operand(s[h][0], s[h][1]));
+        weights[h][1] = transpose_8x8(pack_operand(s[h][2], s[h][3]));
+      }
 
       #pragma unroll
       for (int load = 0; load < LOADS; load++) {
-        ValueFragment f[SUBTILES];
-        #pragma unroll
-        for (int j = 0; j < SUBTILES; j++) f[j].load(values + j * 16 * KvLayout::STRIDE, load);
+        ValueFragment f;
+        f.load(values, load);
         #pragma unroll
         for (int step = 0; step < K_STEPS_PER_LOAD; step++) {
           const int k = load * K_STEPS_PER_LOAD + step;
-          if (k < K_STEPS)
+          if (k < K_STEPS) {
+            u32 a[4];
+            f.left_operand(step, a);
             #pragma unroll
-            for (int j = 0; j < SUBTILES; j++) {
-              u32 a[4];
-              f[j].left_operand(step, a);
-              #pragma unroll
-              for (int h = 0; h < HEAD_TILES; h++) mma(o[k][h], a, weights[j][h][0], weights[j][h][1]);
-            }
+            for (int h = 0; h < HEAD_TILES; h++) mma(o[k][h], a, weights[h][0], weights[h][1]);
+          }
         }
       }
       __syncwarp();  // all lanes have read the tile

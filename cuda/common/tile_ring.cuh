@@ -1,6 +1,6 @@
 // The tiles of a work item on their way from the cache to shared memory.
 //
-//   -DTILE -DSTAGES -DNUM_WARPS -DBLOCK_SIZE   and of kv_tile.cuh
+//   -DSTAGES -DNUM_WARPS -DBLOCK_SIZE   and of kv_tile.cuh
 //
 // Each warp has a ring of STAGES slots of its own, each of keys and then values of TILE tokens. The rings lie side
 // by side: all warps' first slots, all warps' second slots, and so on.
@@ -9,6 +9,7 @@
 #include "common/kv_tile.cuh"
 #include "common/work_item.cuh"
 
+constexpr int TILE = 16;  // tokens, as tensor cores take them
 constexpr int TILE_BYTES = TILE * KvLayout::STRIDE;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;
 constexpr int SLOT_BYTES = NUM_WARPS * STAGE_BYTES;  // of all warps

@@ -290,8 +290,7 @@ class Shape:
     """How a kernel variant uses a multiprocessor."""
 
     num_warps: int
-    tile: int  # tokens
-    stages: int  # tiles of each warp under way or in use
+    stages: int  # tiles of 16 tokens that each warp has under way or in use
     blocks_per_sm: int
     smem_bytes: int
 
@@ -303,32 +302,33 @@ class Shape:
         group: int,
         arch: str,
         rotates: bool = False,
-        block_size: int = 64,
     ) -> "Shape":
         """Bytes in flight count: some 30 KB for each multiprocessor cover the latency of any memory, and
-        100 KB make up for uneven arrival on Hopper. More warps help with small tiles."""
+        100 KB make up for uneven arrival on Hopper. More warps help with small tiles. Rows of at most 64
+        bytes wait for arithmetic, tile by tile; there Hopper does best with more blocks, which stand at
+        different places."""
         row_bytes = head_dim * kv_dtype.itemsize
         token_bytes = 2 * row_stride(row_bytes)
         query_bytes = head_dim // 16 * 512 if head_dim > QUERY_IN_SMEM_ABOVE else 0
         if rotates:  # queries, then one key and value
             query_bytes += HEADS * row_stride(2 * head_dim) + 2 * row_bytes
         if arch == "sm_90a":
-            blocks = 1 if row_bytes > 256 else 2
+            blocks = 4 if row_bytes <= 64 else 2 if row_bytes <= 256 else 1
             budget = 228 * 1024 // blocks - 1024
         else:  # 82 KB fit twice into an A100, once into the others
             blocks, budget = 2 if row_bytes <= 256 else 1, 81 * 1024
-        # short rows: a round of maxima and exponentials for twice as many tokens
-        tile = 32 if row_bytes <= 64 and block_size % 32 == 0 else 16
-        num_warps = 4 if 4 * 2 * tile * token_bytes + query_bytes <= budget else 2
+        tile_bytes = 16 * token_bytes
+        num_warps = 4 if 4 * 2 * tile_bytes + query_bytes <= budget else 2
         # eight warps' registers hold sums of 64 columns for 16 heads, or of 128 for 8
-        if arch == "sm_90a" and 16 * token_bytes <= 4096 and (head_dim <= 64 or group <= 8):
+        fits_eight = head_dim <= 64 or group <= 8
+        if arch == "sm_90a" and row_bytes > 64 and tile_bytes <= 4096 and fits_eight:
             num_warps = 8
-        stage_bytes = num_warps * tile * token_bytes
+        stage_bytes = num_warps * tile_bytes
         stages = min(6, (budget - query_bytes) // stage_bytes)
         # at the end: the warps' sums or the weights of a row's parts, maxima, denominators, a flag
         sums = max(num_warps * HEADS * (head_dim + 4), HEADS * MAX_PARTS) + 2 * num_warps * HEADS
         smem_bytes = max(stages * stage_bytes + query_bytes, 4 * sums + 16)
-        return cls(num_warps, tile, stages, blocks, smem_bytes)
+        return cls(num_warps, stages, blocks, smem_bytes)
 
 
 def row_stride(row_bytes: int) -> int:
@@ -372,11 +372,10 @@ def variant(
 ) -> jit.VariantSpec:
     """With `angle_dtype` the one of ops.rotated_decode, whose cos and sin have that type."""
     rotates = angle_dtype is not None
-    shape = Shape.choose(head_dim, kv_dtype, group, arch, rotates, block_size)
+    shape = Shape.choose(head_dim, kv_dtype, group, arch, rotates)
     defines = {
         **attention_defines(dtype, kv_dtype, head_dim, group, block_size, has_softcap),
         "NUM_WARPS": shape.num_warps,
-        "TILE": shape.tile,
         "STAGES": shape.stages,
         "BLOCKS_PER_SM": shape.blocks_per_sm,
         "FUSED_ROPE": int(rotates),

@@ -133,14 +133,17 @@ def test_decode_of_other_batches(heads: Heads, lens: list[int]) -> None:
         decoder.check()
 
 
-def test_decode_with_the_limits_of_this_device(device: torch.device) -> None:
-    heads = Heads(128, 4, 8)
-    limits = paged_decode.plan_limits(32, 8, 128, BF16, 8192, False, device)
+@pytest.mark.parametrize("heads", [VARIANTS[9], CACHED_IN_FP8[0]], ids=str)
+def test_decode_with_the_limits_of_this_device(heads: Heads, device: torch.device) -> None:
+    limits = paged_decode.plan_limits(
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.cache_dtype, 8192, False, device
+    )
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    assert limits.slots in (sms, 2 * sms, 3 * sms)
-    decoder = Decoder(on_gpu(heads, LENS), limits)
-    decoder.attend()
-    decoder.check()
+    assert limits.slots in (sms, 2 * sms, 4 * sms)
+    for lens in (LENS, [700] * 600):
+        decoder = Decoder(on_gpu(heads, lens), limits)
+        decoder.attend()
+        decoder.check()
 
 
 def test_decode_of_shared_blocks() -> None:

@@ -102,12 +102,12 @@ def test_in_a_window(heads: Heads, window: int) -> None:
     step.check(*take_fused(step, window))
 
 
-@pytest.mark.parametrize("heads", [VARIANTS[0], VARIANTS[6]], ids=str)
+@pytest.mark.parametrize("heads", [VARIANTS[0], VARIANTS[6], VARIANTS[14]], ids=str)
 @pytest.mark.parametrize("lens", [[1], [4097], [1000] * 256, list(range(1, 130))], ids=len)
 def test_other_batches(heads: Heads, lens: list[int]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     limits = paged_decode.plan_limits(
-        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, 8192, False, device
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.cache_dtype, 8192, False, device
     )
     step = make_step(heads, lens, limits, device="cuda")
     for _ in range(3):

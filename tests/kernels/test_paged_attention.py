@@ -5,6 +5,7 @@ missing wait. tests/gpu/test_paged_attention.py has many more shapes.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +39,44 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(jit, "device_arch", lambda device=None: "sm_90a")
     with emulated(paged_decode, paged_prefill, plan_decode):
         yield
+
+
+@pytest.mark.parametrize(
+    ("heads", "resident"),
+    [
+        (Heads(64, 7, 2), 2),
+        (Heads(64, 7, 2, BF16, E4M3), 4),
+        (Heads(32, 4, 2), 4),
+        (Heads(128, 4, 8, BF16, E4M3), 2),
+        (Heads(128, 20, 2), 2),
+        (Heads(256, 2, 2), 1),
+    ],
+    ids=str,
+)
+def test_as_many_blocks_as_an_h200_runs_at_a_time(
+    heads: Heads, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 228 * 1024
+    h200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    cpu = torch.device("cpu")
+    limits = paged_decode.plan_limits(
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.cache_dtype, 8192, False, cpu
+    )
+    assert limits.slots == 132 * resident
+    per_item = limits.blocks_per_item
+    plan = plan_decode.DecodePlan.allocate(limits, 512, cpu)
+    plan.batch = 512
+    assert paged_decode.num_blocks(plan) == limits.slots // per_item
+    plan.batch = 1  # which may be split among all blocks, up to the most parts of a row
+    assert plan.max_items == 1 + min(2 * limits.slots // per_item, plan_decode.MAX_PARTS)
+    scratch = paged_decode.DecodeScratch.allocate(limits, 512, heads.num_heads, heads.head_dim, cpu)
+    assert len(scratch.part_o) == limits.max_parts(512) == 8 * limits.slots // per_item
+    kinds = (heads.dtype, heads.cache_dtype, heads.head_dim, heads.group, heads.block_size)
+    for angle_dtype in (None, torch.float32):
+        spec = paged_decode.variant(*kinds, False, "sm_90a", angle_dtype)
+        assert spec.defines["BLOCKS_PER_SM"] == resident
+        assert resident * (spec.smem_bytes + 1024) <= memory
 
 
 def launch_plan(decoder: Decoder, window: int | None) -> np.ndarray:
