@@ -62,6 +62,7 @@ def score_prompts(
         rows = slice(start, start + sampler.score_rows)
         logits = model.logits(hidden.index_select(0, index[rows]))
         parts.append(sampler.score(logits, token_ids[rows], num_top))
+        del logits  # not to be kept until the next ones are there
     entries, bad = zip(*parts, strict=True)
     logprobs = LogprobTensors(
         sampled=torch.cat([e.sampled for e in entries]),

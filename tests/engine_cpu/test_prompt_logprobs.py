@@ -1,11 +1,16 @@
 """Log-probabilities of prompts: those of transformers, however the prompt came to be computed."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from engine.api.messages import FinishReason
+from engine.plan import PromptSpan
+from engine.runner.prompt_logprobs import score_prompts
+from engine.runner.sampler import Sampler
 from tests.engine_cpu.harness import Harness
 from tests.engine_cpu.tiny_models import make_tiny
 
@@ -167,3 +172,22 @@ def test_bad_logits_end_the_request_alone(model_dir, reference):
     assert results[1].finish is FinishReason.ERROR
     check(results[2].prompt_logprobs, good, reference, 1)
     harness.assert_empty()
+
+
+def test_one_slice_of_logits_at_a_time():
+    """The peak of a GPU's memory is measured with one."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Model:
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            assert all(logits() is None for logits in made), "earlier logits are still there"
+            logits = hidden @ torch.eye(16)
+            made.append(weakref.ref(logits))
+            return logits
+
+    sampler = Sampler(2, 16, [], torch.device("cpu"))
+    sampler.score_rows = 4
+    tokens = np.arange(11, dtype=np.int32)
+    output = score_prompts(torch.randn(11, 16), [PromptSpan(0, tokens, 1)], Model(), sampler)
+    assert len(made) == 3
+    assert len(output.logprobs.sampled) == 11
