@@ -63,7 +63,7 @@ def remove_abandoned(parent: Path) -> None:
 def remove_unlocked(path: Path) -> None:
     """Raises OSError if a server lives in it. Without a lock only an empty one is a run directory."""
     try:
-        lock = (path / LOCK).open("rb")
+        lock = (path / LOCK).open("r+b")  # for writing, as NFS asks of exclusive locks
     except FileNotFoundError:
         path.rmdir()
         return
@@ -77,7 +77,8 @@ def is_private(path: Path) -> bool:
     """A directory of our own, no link, that nobody else may look into."""
     found = path.lstat()
     is_ours = found.st_uid == os.getuid()
-    return stat.S_ISDIR(found.st_mode) and is_ours and stat.S_IMODE(found.st_mode) == 0o700
+    # a directory made in one with the setgid bit has that bit, too
+    return stat.S_ISDIR(found.st_mode) and is_ours and found.st_mode & 0o777 == 0o700
 
 
 def is_at(file: IO[bytes], path: Path) -> bool:

@@ -107,3 +107,12 @@ def test_a_directory_that_is_removed_before_it_is_locked_is_made_again(
         assert len(removed) == 1
         assert path not in removed
         assert list(parent.iterdir()) == [path]
+
+
+def test_a_parent_with_the_setgid_bit(parent: Path) -> None:
+    """Directories made in it have that bit, too."""
+    parent.chmod(0o2700)
+    left = abandon(parent)
+    left.chmod(0o2700)  # what mkdtemp makes of it where the kernel keeps the bit
+    remove_abandoned(parent)
+    assert not left.exists()
