@@ -109,7 +109,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         longest = INT64_MAX if self.max_tokens is None else self.max_tokens
         check_int("min_tokens", self.min_tokens, 0, longest)
         kept = self.truncate_prompt_tokens
-        if kept is not None and kept != -1:
+        if kept is not None and (kept != -1 or not isinstance(kept, int)):
             besides = ", or -1 for as many as fit"
             check_int("truncate_prompt_tokens", kept, 1, INT64_MAX, besides=besides)
         if len(self.stop) > MAX_STOP:
