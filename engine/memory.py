@@ -182,10 +182,9 @@ def estimate_graphs(
     """Bytes that CUDA graphs take, besides what eager steps do: they share no memory with these.
 
     Graphs of decode steps use one pool in turn, for what lives in a layer of `max_seqs` rows, and have
-    one place for logits; halves of a step have theirs at the same time, together as much. Those of steps
-    with prompt chunks have another pool, for up to `graph_tokens` tokens, and places for their hidden
-    states and attention. Each kind's stream has workspaces of libraries, and the driver keeps each graph's
-    nodes (some 200 kernels for 24 layers) on the device.
+    one place for logits. Those of steps with prompt chunks have another pool, for up to `graph_tokens`
+    tokens, and places for their hidden states and attention. Each kind's stream has workspaces of
+    libraries, and the driver keeps each graph's nodes (some 200 kernels for 24 layers) on the device.
     """
     values = (max_seqs + graph_tokens) * layer_width(model)
     values += graph_tokens * (model.hidden_size + model.num_heads * model.head_dim)

@@ -1,6 +1,6 @@
 """What a model knows of attention: the inputs of a step, and a backend to hand its heads to."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -37,24 +37,6 @@ class StepInputs:
     # the batch is its row rows_device[i]:
     rows_device: Tensor | None = None  # int32 [B]
     seq_lens_device: Tensor | None = None  # int32 [B], as seq_lens
-
-    def part(self, rows: slice) -> "StepInputs":
-        """Views of some rows of a decode step whose rows are known to the device."""
-        assert self.rows_device is not None
-        assert self.seq_lens_device is not None
-        tokens = self.input_ids[rows]
-        return replace(
-            self,
-            input_ids=tokens,
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            rows=self.rows[rows],
-            num_decodes=len(tokens),
-            query_start=list(range(len(tokens) + 1)),
-            seq_lens=self.seq_lens[rows],
-            rows_device=self.rows_device[rows],
-            seq_lens_device=self.seq_lens_device[rows],
-        )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ class PagedAttention(GraphAttention):
 
     deterministic: a row's result does not depend on the other rows of the step. Costs speed when few
     rows with long contexts share the device.
-    blocks_per_sm: thread blocks of decode attention on each multiprocessor; None: as many as fit.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class PagedAttention(GraphAttention):
         max_model_len: int,
         device: torch.device,
         deterministic: bool = False,
-        blocks_per_sm: int | None = None,
     ) -> None:
         """Raises ValueError for head sizes or groups that kernels do not take."""
         spec = specs[0]
@@ -84,9 +82,7 @@ class PagedAttention(GraphAttention):
             max_model_len,
             deterministic,
             device,
-            blocks_per_sm,
         )
-        self.limits = limits
         self.decode_plans = {
             window: DecodePlan.allocate(limits, max_batch, device)
             for window in dict.fromkeys(s.sliding_window for s in specs)

@@ -94,18 +94,6 @@ def dependent_launches() -> Iterator[None]:
         settings.dependent_launches = False
 
 
-@contextmanager
-def whole_launches() -> Iterator[None]:
-    """Within it and `dependent_launches`, kernels start when all that they follow has ended, as elsewhere: where
-    streams part or meet, kernels have more than one neighbour, and what they may rely on would not hold."""
-    before = settings.dependent_launches
-    settings.dependent_launches = False
-    try:
-        yield
-    finally:
-        settings.dependent_launches = before
-
-
 def scalar_define(dtype: torch.dtype) -> str:
     """The macro of cuda/common/dtype.cuh for `dtype`: "SCALAR_BF16", "SCALAR_FP16", "SCALAR_FP32"."""
     if dtype not in SCALARS:

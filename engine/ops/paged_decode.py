@@ -259,30 +259,22 @@ def plan_limits(
     max_tokens: int,
     is_fixed: bool,
     device: torch.device,
-    blocks_per_sm: int | None = None,
 ) -> PlanLimits:
     """Limits of plans for this device: how many thread blocks it runs at a time, and how long an item's
     start and end take. That was the time of 96 tokens of 512 bytes, at two blocks for each
-    multiprocessor of an H200. `blocks_per_sm`: to leave room for other kernels; None: as many as fit."""
-    resident = resident_blocks(num_heads, num_kv_heads, head_dim, kv_dtype, device)
-    resident = min(resident, blocks_per_sm or resident)
+    multiprocessor of an H200."""
+    properties = torch.cuda.get_device_properties(device)
+    arch = jit.device_arch(device.index)
+    shape = Shape.choose(head_dim, kv_dtype, num_heads // num_kv_heads, arch, rotates=True)
+    resident = properties.shared_memory_per_multiprocessor // (shape.smem_bytes + 1024)
+    resident = max(1, min(resident, shape.blocks_per_sm))
     return PlanLimits(
         blocks_per_item(num_heads, num_kv_heads),
-        torch.cuda.get_device_properties(device).multi_processor_count * resident,
+        properties.multi_processor_count * resident,
         is_fixed,
         max_tokens,
         item_tokens=96 * 1024 // (2 * head_dim * kv_dtype.itemsize * resident),
     )
-
-
-def resident_blocks(
-    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, device: torch.device
-) -> int:
-    """Thread blocks that a multiprocessor of this device runs at a time."""
-    arch = jit.device_arch(device.index)
-    shape = Shape.choose(head_dim, kv_dtype, num_heads // num_kv_heads, arch, rotates=True)
-    available = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return max(1, min(available // (shape.smem_bytes + 1024), shape.blocks_per_sm))
 
 
 @dataclass(frozen=True)

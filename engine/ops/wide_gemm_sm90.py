@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops import fused_product, jit, side_by_side
+from engine.ops import fused_product, jit
 from engine.ops.narrow_gemm import Device, device_of, devices_of
 from engine.ops.tensor_map import tensor_map
 
@@ -68,7 +68,6 @@ EXCHANGE_RATE = 20e3  # bytes of sums a microsecond
 CROWDED_US = (
     1.0  # if blocks of whole tiles take more than half of an SM: the next kernel's start later
 )
-ROOMY_ROWS = 128  # of x at most, where plans can leave room for other kernels: more take far longer in half of an SM
 
 
 @dataclass(frozen=True)
@@ -142,16 +141,6 @@ class Plan:
     def least_stages(self) -> int:
         return max(MIN_STAGES, -(-self.parcel_bytes // (self.stage_bytes - 16)))
 
-    @property
-    def halves_registers(self) -> bool:
-        """Whether a block has at most half of an SM's registers: BLOCKS_PER_SM in the kernel."""
-        is_low = self.tiling.warpgroups <= 2 and self.tiling.heights * self.tile <= 80
-        return is_low and not (self.cluster > 1 and self.gated)
-
-    def leaves_room(self, device: Device) -> bool:
-        """Whether another kernel's block that takes half of an SM runs beside one of this kernel."""
-        return self.smem_bytes <= half_of(device) and self.halves_registers
-
     def __str__(self) -> str:
         """Tiles, by as many blocks each; rows of W; rounds; stages."""
         rounds = f" r{self.rounds}" if self.rounds > 1 else ""
@@ -177,8 +166,7 @@ def wide_gemm_sm90(
     m, (n, k) = x.shape[0], w.shape
     if out is None:
         out = x.new_empty(m, n // 2 if gated else n)
-    leaves_room = side_by_side.settings.leaves_room
-    plan = prepare(rows_for(m), n, k, gated, norm_eps is not None, x.device.index, leaves_room)
+    plan = prepare(rows_for(m), n, k, gated, norm_eps is not None, x.device.index)
     launch(x, w, bias, out, plan, norm_eps, residual)
     return out
 
@@ -258,20 +246,12 @@ def rows_for(m: int) -> int:
 
 
 @cache
-def prepare(
-    rows: int,
-    n: int,
-    k: int,
-    gated: bool,
-    normed: bool,
-    device: int | None,
-    leaves_room: bool = False,
-) -> Plan:
+def prepare(rows: int, n: int, k: int, gated: bool, normed: bool, device: int | None) -> Plan:
     """The plan of a product on a device. Raises ValueError on a device that is not Hopper's."""
     limits = device_of(device)
     if not limits.has_clusters:
         raise ValueError("wide_gemm_sm90 needs a Hopper GPU (sm_90); use torch's linear on others")
-    return make_plan(rows, n, k, limits, gated, normed, leaves_room)
+    return make_plan(rows, n, k, limits, gated, normed)
 
 
 @cache
@@ -281,19 +261,10 @@ def load(plan: Plan, dtype: torch.dtype, normed: bool, residual: bool) -> jit.Ke
 
 
 def make_plan(
-    rows: int,
-    n: int,
-    k: int,
-    device: Device,
-    gated: bool = False,
-    normed: bool = False,
-    leaves_room: bool = False,
+    rows: int, n: int, k: int, device: Device, gated: bool = False, normed: bool = False
 ) -> Plan:
-    """The plan with the shortest estimate for up to `rows` rows, one of ROWS; with `leaves_room` of those that do
-    so, of up to ROOMY_ROWS and where there are any."""
+    """The plan with the shortest estimate for up to `rows` rows, one of ROWS."""
     plans = candidates(rows, n, k, device, gated)
-    if leaves_room and rows <= ROOMY_ROWS:
-        plans = [plan for plan in plans if plan.leaves_room(device)] or plans
     return min(plans, key=lambda plan: estimate(plan, rows, n, k, normed, device))
 
 
@@ -393,7 +364,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     devices = [device for device in devices_of(config.arch) if device.has_clusters]
     found = [
         variant(
-            make_plan(rows, p.n, p.k, device, p.gated, p.normed, leaves_room),
+            make_plan(rows, p.n, p.k, device, p.gated, p.normed),
             config.dtype,
             p.normed,
             p.residual,
@@ -403,7 +374,6 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
         if supports(rows, p.n, p.k, config.dtype)
         and any(pays(m, p.n, p.k) for m in range(1, rows + 1) if rows_for(m) == rows)
         for device in devices
-        for leaves_room in (False, True)[: 1 + side_by_side.is_worth(config)]
     ]
     return [spec for i, spec in enumerate(found) if spec not in found[:i]]
 

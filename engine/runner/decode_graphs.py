@@ -33,7 +33,6 @@ from engine.plan import StepPlan
 from engine.runner.capture import capture_graphs
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.request_table import RequestTable, table_updates
-from engine.runner.split_steps import SplitSteps
 from engine.runner.step_memory import SlotSample, StepMemory
 
 
@@ -77,7 +76,6 @@ class DecodeGraphs:
         self.small_steps: SmallSteps | None = None
         if small_steps.IS_CHOSEN:
             self.small_steps = SmallSteps.make(model, attention.kv, device)
-        self.split_steps = SplitSteps.make(model, attention, self.sizes, device)
         self.logits: Tensor | None = None  # [max_batch, vocab_size], of all sizes: they run in turn
 
     def can_run(self, plan: StepPlan) -> bool:
@@ -133,8 +131,6 @@ class DecodeGraphs:
         inputs = self.step_inputs(size)
         if self.small_steps is not None and size <= self.small_steps.max_rows:
             hidden = self.small_steps.forward(inputs)
-        elif self.split_steps is not None and self.split_steps.takes(size):
-            hidden = self.split_steps.forward(inputs)
         else:
             self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)
             hidden = self.model.forward(inputs, self.attention)

@@ -248,46 +248,6 @@ def test_plans_are_the_fastest_that_were_measured(
     assert str(op.make_plan(rows, n, k, HOPPER, gated, normed)) in best
 
 
-@pytest.mark.parametrize("config", [MODELS["SmolLM2-135M"], MODELS["Qwen2.5-0.5B fp16"]])
-def test_small_models_products_leave_room_where_they_can(config: jit.KernelConfig) -> None:
-    ahead_of_time = op.specs(replace(config, arch="sm_90a"))
-    for p in op.products_of(config):
-        for rows in op.ROWS:
-            best, roomy = (
-                op.make_plan(rows, p.n, p.k, HOPPER, p.gated, p.normed, leaves_room)
-                for leaves_room in (False, True)
-            )
-            if op.pays(rows, p.n, p.k):
-                assert op.variant(roomy, config.dtype, p.normed, p.residual) in ahead_of_time
-            if rows <= op.ROOMY_ROWS:
-                assert roomy.leaves_room(HOPPER)
-            assert (
-                roomy == best if best.leaves_room(HOPPER) or rows > op.ROOMY_ROWS else roomy != best
-            )
-            least, most = (op.estimate(x, rows, p.n, p.k, p.normed, HOPPER) for x in (best, roomy))
-            assert least <= most < 1.4 * least, f"{p} of {rows} rows: {best} or {roomy}"
-
-
-def test_kernels_that_leave_room_have_half_of_the_registers() -> None:
-    """And plans know of which kernels that is true."""
-    try:
-        nvrtc.version()
-    except nvrtc.KernelBuildError as error:
-        pytest.skip(str(error))
-    plans = [
-        plan_of(TWO, 80, 1, 1, 9728, 896),
-        plan_of(TWO, 88, 1, 1, 9728, 896),
-        plan_of(TWO, 48, 2, 1, 3072, 576, gated=True),
-        plan_of(FOUR, 40, 1, 1, 5120, 576),
-    ]
-    assert [plan.halves_registers for plan in plans] == [True, False, False, True]
-    specs = [op.variant(plan, BF16, True) for plan in plans if plan.halves_registers]
-    jobs = [Job.of(spec.source, spec.defines, "sm_90a") for spec in specs]
-    for plan, one in zip([plans[0], plans[3]], build(jobs, KernelCache()), strict=True):
-        registers = -(-one.entry.resources["wide_gemm_sm90"].registers // 8) * 8
-        assert registers * plan.threads <= 1 << 15
-
-
 @pytest.mark.parametrize(
     ("nbytes", "chosen"),
     [
