@@ -2,13 +2,15 @@
 //
 // As many blocks as the device has multiprocessors, all running at once, go through the phases of a layer together:
 //
-//   hidden ─qkv─► qkv ─attention─► attended ─output─► hidden ─gate, up─► inner ─down─► hidden
-//                |               |                  |                  |              |
-//                 ╰──────────────┴── barriers of the grid ─────────────┴──────────────╯
+//   hidden ─qkv─► qkv ─attention─► parts, attended ─output─► middle ─gate, up─► inner ─down─► hidden
 //
-// Each block has a share of every product's outputs. Between two phases it waits for all others, about a microsecond;
-// but its next weights, in the order of phases and layers, stream into its shared memory all the time
-// (weight_ring.cuh), fetched by a warp that takes no part in barriers.
+// Each block has a share of every product's outputs, and needs all outputs of the one before. It takes each number as
+// it comes, without a barrier (lamport.cuh). Its next weights, in the order of phases and layers, stream into its
+// shared memory all the time (weight_ring.cuh).
+//
+//   warps 0 to 7   multiply and attend
+//   warp 8         fetches weights
+//   warp 9         empties vectors that all have read; asks for keys and values
 //
 //   -DSCALAR_BF16=1 | -DSCALAR_FP16=1   -DHIDDEN  -DINNER   multiples of 64, as is NUM_HEADS * HEAD_DIM
 //   -DSMEM_BYTES=n of the launch, and those of the files below; -DPROFILE=1: times of all phases (scripts only)
@@ -20,13 +22,12 @@
 #include "common/decode_product.cuh"
 
 constexpr int ATTENDED = NUM_HEADS * HEAD_DIM, QKV = ATTENDED + 2 * NUM_KV_HEADS * HEAD_DIM;
-constexpr int PART_COUNTERS = 32;  // of the grid's barrier, in a line of their own; then of rows' parts
 static_assert(SYNC_THREADS == THREADS);
 
-typedef BlockProduct<QKV, HIDDEN_SIZE, false, true> QkvProduct;
-typedef BlockProduct<HIDDEN_SIZE, ATTENDED, false, false> OutputProduct;
-typedef BlockProduct<INNER_SIZE, HIDDEN_SIZE, true, true> GateUpProduct;
-typedef BlockProduct<HIDDEN_SIZE, INNER_SIZE, false, false> DownProduct;
+typedef BlockProduct<QKV, HIDDEN_SIZE, false, true, false> QkvProduct;
+typedef BlockProduct<HIDDEN_SIZE, ATTENDED, false, false, true> OutputProduct;
+typedef BlockProduct<INNER_SIZE, HIDDEN_SIZE, true, true, false> GateUpProduct;
+typedef BlockProduct<HIDDEN_SIZE, INNER_SIZE, false, false, true> DownProduct;
 
 constexpr int SUM_BYTES = 4 * larger(larger(sum_floats(QKV, false), sum_floats(HIDDEN_SIZE, false)), sum_floats(INNER_SIZE, true));
 constexpr int AREA_AT = RING_BYTES;
@@ -44,10 +45,18 @@ struct Layer {
   u64 unused;
 };
 
+// Vectors are empty between launches, all rows of them, but for `inner`.
+struct Vectors {
+  scalar_t* hidden;   // [m, HIDDEN_SIZE]: the first layer's and the last one's, not of the kind that is emptied
+  scalar_t* qkv;      // [MAX_ROWS, QKV]
+  scalar_t* middle;   // [MAX_ROWS, HIDDEN_SIZE]: behind attention
+  scalar_t* inner;    // [MAX_ROWS, INNER_SIZE]
+  scalar_t* next;     // [MAX_ROWS, HIDDEN_SIZE]: of the next layer
+  PartOperands parts;  // attended: [MAX_ROWS, ATTENDED]
+};
+
 struct Launch {
-  scalar_t *hidden, *qkv, *attended, *inner;
-  float *part_o, *part_lse;
-  u32* counters;
+  Vectors vectors;
   const Layer* layers;
   int num_layers, m;
   const int *block_table, *rows, *seq_lens;
@@ -74,47 +83,86 @@ DEV void fetch_weights(const Launch& launch, const WeightRing& ring) {
   }
 }
 
-DEV void compute(const Launch& l, const WeightRing& ring, GridBarrier grid, u8* smem) {
+// This block's share of v [rows, OUTPUTS] is empty again.
+template <int OUTPUTS> DEV void empty(scalar_t* v, Slice slice, int rows) {
+  for (int e = threadIdx.x & 31; e < rows * slice.count; e += 32)
+    store2_l2(v + e / slice.count * OUTPUTS + slice.first + e % slice.count, (u16)EMPTY);
+}
+
+DEV AttentionOperands attention_of(const Launch& l, const RowItem& item, const Layer& layer) {
+  const i64 row = max(item.row, 0), angle = row * l.angle_stride;
+  return {l.vectors.qkv, layer.k_cache, layer.v_cache, layer.qk_norm, l.block_table + (i64)l.rows[row] * l.table_stride,
+          l.cos + angle, l.sin + angle, l.vectors.parts, l.scale, l.eps};
+}
+
+// The cleaner. Attention reads parts of qkv only, so behind it nobody knows yet what all have read.
+DEV void clean(const Launch& l) {
+  grid_dependency_wait();
+  const Slices slices;
+  const Vectors& v = l.vectors;
+  const RowItem item = RowItem::choose(l.seq_lens, l.m);
+  auto all_is_read = [] {
+    named_barrier_sync(READ_BARRIER, WITH_CLEANER);
+    named_barrier_arrive(SUMS_BARRIER, WITH_CLEANER);
+  };
+  for (int i = 0; i < l.num_layers; i++) {
+    if (item.row >= 0) prefetch_tiles(item, attention_of(l, item, l.layers[i]));
+    all_is_read();  // hidden, so everybody has read inner
+    empty<INNER_SIZE>(v.inner, slices.inner, i == 0 ? MAX_ROWS : l.m);  // the last launch may have had other rows
+    __threadfence();
+    all_is_read();  // what attention made
+    empty<HIDDEN_SIZE>(v.next, slices.hidden, l.m);
+    empty<QKV>(v.qkv, slices.qkv, l.m);
+    __threadfence();
+    all_is_read();  // middle
+    if (item.row >= 0) empty_parts(item, v.parts);
+    __threadfence();
+    all_is_read();  // inner
+    empty<HIDDEN_SIZE>(v.middle, slices.hidden, l.m);
+    __threadfence();
+  }
+}
+
+DEV void compute(const Launch& l, const WeightRing& ring, Stopwatch watch, u8* smem) {
   grid_dependency_wait();
   grid_dependency_launch();
   const Slices slices;
-  const RowItem item = RowItem::choose(l.seq_lens, l.m);
-  const i64 row = max(item.row, 0), angle = row * l.angle_stride;
-  const int* table_row = l.block_table + (i64)l.rows[row] * l.table_stride;
+  const Vectors& v = l.vectors;
+  const int m = l.m, table_lane = (threadIdx.x & 31) >> 2;
+  const RowItem item = RowItem::choose(l.seq_lens, m);
+  const int lane_row = table_lane / item.per_row, lane_part = table_lane % item.per_row;
+  const bool lane_has_part = lane_row < m && lane_part < item.parts_of(l.seq_lens[min(lane_row, m - 1)]);
   RingPosition at;
   u8* area = smem + AREA_AT;
   float* sums = (float*)area;
+  OutputProduct::Own own = {};  // this thread's of hidden
+  OutputProduct::each_output(m, slices.hidden, [&](int p, int row, int i) {
+    own[p] = v.hidden[row * HIDDEN_SIZE + slices.hidden.first + i];
+  });
   for (int i = 0; i < l.num_layers; i++) {
     const Layer& layer = l.layers[i];
-    QkvProduct::run({l.hidden, layer.qkv_bias, nullptr, l.qkv, l.m, l.eps}, slices.qkv, ring, smem, at, grid, sums);
-    if (item.row >= 0) {
-      const AttentionOperands op{l.qkv, layer.k_cache, layer.v_cache, layer.qk_norm, table_row, l.cos + angle,
-                                 l.sin + angle, l.attended, l.part_o, l.part_lse, l.counters + PART_COUNTERS, l.scale, l.eps};
-      attend(item, op, grid, area);
-    } else {
-      grid.wait();  // or this arrival would count as one at the barrier before
-      grid.stamp();
-      grid.stamp();
-    }
-    grid.arrive();
-    OutputProduct::run({l.attended, layer.output_bias, l.hidden, l.hidden, l.m, 0.f}, slices.hidden, ring, smem, at,
-                       grid, sums);
-    GateUpProduct::run({l.hidden, layer.gate_up_bias, nullptr, l.inner, l.m, l.eps}, slices.inner, ring, smem, at,
-                       grid, sums);
-    DownProduct::run({l.inner, layer.down_bias, l.hidden, l.hidden, l.m, 0.f}, slices.hidden, ring, smem, at, grid,
-                     sums);
+    const bool is_first = i == 0, is_last = i == l.num_layers - 1;
+    QkvProduct::run({layer.qkv_bias, v.qkv, m, l.eps}, slices.qkv, [&](auto& x) {
+      QkvProduct::load_inputs(x, is_first ? v.hidden : v.next, m, is_first, false);
+    }, nullptr, ring, smem, at, watch, sums);
+    if (item.row >= 0) attend(item, attention_of(l, item, layer), watch, area);
+    else for (int stamps = 0; stamps < 5; stamps++) watch.stamp();
+    OutputProduct::run({layer.output_bias, v.middle, m, 0.f}, slices.hidden, [&](auto& x) {
+      if (item.few) load_few_parts<OutputProduct::CHUNKS>(x, item, lane_has_part, v.parts, m);
+      else OutputProduct::load_inputs(x, v.parts.out, m, false, true);
+    }, own, ring, smem, at, watch, sums);
+    GateUpProduct::run({layer.gate_up_bias, v.inner, m, l.eps}, slices.inner, [&](auto& x) {
+      GateUpProduct::load_inputs(x, v.middle, m, false, false);
+    }, nullptr, ring, smem, at, watch, sums);
+    DownProduct::run({layer.down_bias, is_last ? v.hidden : v.next, m, 0.f}, slices.hidden, [&](auto& x) {
+      DownProduct::load_inputs(x, v.inner, m, false, false);
+    }, own, ring, smem, at, watch, sums);
   }
-  grid.leave();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
-    scalar_t* hidden,          // [m, HIDDEN_SIZE], changed in place
-    scalar_t* qkv,             // [m, QKV]
-    scalar_t* attended,        // [m, ATTENDED]
-    scalar_t* inner,           // [m, INNER_SIZE]
-    float* part_o,             // [gridDim.x / NUM_KV_HEADS, ATTENDED]
-    float* part_lse,           // [gridDim.x / NUM_KV_HEADS, NUM_HEADS]
-    u32* counters,             // [PART_COUNTERS + MAX_ROWS * NUM_KV_HEADS], zero before and after
+    scalar_t* hidden, scalar_t* qkv, scalar_t* middle, scalar_t* inner, scalar_t* next,  // see Vectors
+    scalar_t* attended, float* few_o, float* few_lse, float* part_o, float* part_lse, u32* arrivals,  // PartOperands
     const Layer* layers, int num_layers, int m,
     const int* block_table,    // [.., table_stride]
     const int* rows,           // [m] of the block table
@@ -123,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
     const float* cos, const float* sin,  // [m, >= HEAD_DIM / 2], angle_stride floats from row to row
     int angle_stride, float scale, float eps
 #ifdef PROFILE
-    , u64* stamps              // [gridDim.x, num_layers, 5 phases, 6]: see grid_barrier.cuh
+    , u64* stamps              // [gridDim.x, num_layers, 5 phases, 5]: waits, has x, products done, met, results left
 #endif
     )
 {
@@ -132,17 +180,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
   const WeightRing ring{start, start + BARRIERS_AT, start + BARRIERS_AT + 8 * FLIGHTS};
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  const Launch launch{hidden, qkv, attended, inner, part_o, part_lse, counters, layers, num_layers, m, block_table,
-                      rows, seq_lens, table_stride, cos, sin, angle_stride, scale, eps};
+  const Launch launch{{hidden, qkv, middle, inner, next, {attended, few_o, few_lse, part_o, part_lse, arrivals}},
+                      layers, num_layers, m, block_table, rows, seq_lens, table_stride, cos, sin, angle_stride, scale, eps};
   if (threadIdx.x >= THREADS) {
-    registers_give<40>();  // a warpgroup's, though one warp works
+    registers_give<72>();  // a warpgroup's, though two warps work
     if (threadIdx.x < THREADS + 32) fetch_weights(launch, ring);
+    else if (threadIdx.x < THREADS + 64) clean(launch);
   } else {
-    registers_take<232>();
-    GridBarrier grid{counters, counters + 1, 0};
+    registers_take<216>();
+    Stopwatch watch;
 #ifdef PROFILE
-    grid.stamps = stamps + (i64)blockIdx.x * num_layers * 30;
+    watch.stamps = stamps + (i64)blockIdx.x * num_layers * 25;
 #endif
-    compute(launch, ring, grid, smem);
+    compute(launch, ring, watch, smem);
   }
 }

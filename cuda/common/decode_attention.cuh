@@ -1,23 +1,15 @@
-// Attention of up to 8 rows of one query each, as a part of a kernel whose blocks meet at grid barriers. As in
-// paged_decode.cu with FUSED_ROPE, but each block has one item, for the whole launch, and chooses it itself:
-//
-//   item    STEP * n neighbouring tokens of a row, the same n for all, and a KV head with its GROUP query heads
-//   block   b has item b / NUM_KV_HEADS and KV head b % NUM_KV_HEADS
+// Attention of up to 8 rows of one query each, as a part of a kernel whose blocks hand each other vectors while they
+// run (lamport.cuh). As in paged_decode.cu with FUSED_ROPE, but each block has one item (decode_parts.cuh).
 //
 // A tile of 16 tokens is one warp's. The first KV_STAGES tiles of each warp are fetched before the wait for the
-// product that makes queries, keys and values. The last block of a row to arrive merges its parts.
+// product that makes queries, keys and values.
 //
 //   -DHEAD_DIM (up to 128)  -DBLOCK_SIZE (a multiple of 16)  -DNUM_HEADS  -DNUM_KV_HEADS  -DKV_STAGES  -DMAX_PARTS
 #pragma once
-#include "common/grid_barrier.cuh"
 #include "common/kv_tile.cuh"
+#include "common/decode_parts.cuh"
 #include "common/rotation.cuh"
-#include "common/row_parts.cuh"
 
-constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
-constexpr int KV_WARPS = SYNC_THREADS / 32;
-constexpr int TILE = 16;
-constexpr int STEP = KV_WARPS * TILE;  // a tile for each warp
 constexpr int TILE_BYTES = TILE * KvLayout::STRIDE;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
 constexpr int O_STRIDE = HEAD_DIM + 8;       // floats between rows of O: no bank conflicts
@@ -34,106 +26,48 @@ constexpr int WEIGHTS_AT = MAXIMA_AT + 2 * KV_WARPS * GROUP * 4;  // [GROUP][MAX
 constexpr int FLAG_AT = WEIGHTS_AT + GROUP * MAX_PARTS * 4;
 constexpr int ATTENTION_BYTES = FLAG_AT + 16;
 
-struct RowItem {
-  int row = -1;    // of the batch; -1: this block has none
-  int kv_head, begin, end;
-  int index;       // of the item among those of all rows
-  int part, num_parts;
-
-  // Of the shortest items that are not too many, rows of m. Needs m <= gridDim.x / NUM_KV_HEADS.
-  static DEV RowItem choose(const int* seq_lens, int m) {
-    const int most = (int)gridDim.x / NUM_KV_HEADS;
-    int total = 0;
-    for (int r = 0; r < m; r++) total += seq_lens[r];
-    int chunk = max(1, (total + most * STEP - 1) / (most * STEP)) * STEP;
-    auto parts_of = [&](int r) { return max(1, (seq_lens[r] + chunk - 1) / chunk); };
-    while (true) {
-      int count = 0;
-      for (int r = 0; r < m; r++) count += parts_of(r);
-      if (count <= most) break;
-      chunk += max(1, chunk / (8 * STEP)) * STEP;
-    }
-    RowItem item;
-    item.index = blockIdx.x / NUM_KV_HEADS, item.kv_head = blockIdx.x % NUM_KV_HEADS;
-    int first = 0;
-    for (int r = 0; r < m; r++) {
-      const int parts = parts_of(r);
-      if (item.index >= first && item.index < first + parts) {
-        item.row = r, item.part = item.index - first, item.num_parts = parts;
-        item.begin = item.part * chunk, item.end = min(item.begin + chunk, seq_lens[r]);
-      }
-      first += parts;
-    }
-    return item;
-  }
-  DEV bool has_newest() const { return part == num_parts - 1 && end > begin; }
-};
-
 struct AttentionOperands {
-  const scalar_t* qkv;       // [m, NUM_HEADS + 2 * NUM_KV_HEADS heads]: not rotated; of this kernel
+  const scalar_t* qkv;       // [m, NUM_HEADS + 2 * NUM_KV_HEADS heads]: not rotated; other blocks fill it
   scalar_t *k_cache, *v_cache;
   const scalar_t* qk_norm;   // [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM], or null
   const int* table_row;      // of the item's row
   const float *cos, *sin;    // of the item's row
-  scalar_t* out;             // [m, NUM_HEADS, HEAD_DIM]
-  float* part_o;             // [items, NUM_HEADS, HEAD_DIM]
-  float* part_lse;           // [items, NUM_HEADS]
-  u32* arrivals;             // [m, NUM_KV_HEADS], zero before and after
+  PartOperands parts;
   float scale;               // of scores, times log2(e)
   float eps;
 };
 
 struct alignas(16) KvChunk { u32 words[4]; };
 
-DEV HeadPart load_head_l2(const scalar_t* p) {
+// Once it has come.
+DEV HeadPart wait_for_head(const scalar_t* p) {
   HeadPart x;
-  const uint4 first = load16_l2(p), second = load16_l2(p + HALF);
+  uint4 first, second;
+  Patience patience;
+  while (true) {
+    first = load16_l2(p), second = load16_l2(p + HALF);
+    if (!has_gap(first) && !has_gap(second)) break;
+    patience.look_again();
+  }
   unpack16(first, x.a);
   unpack16(second, x.b);
   return x;
 }
 
-// The last block to arrive puts a row's parts together.
-DEV void merge_item(const RowItem& item, const AttentionOperands& op, u8* area) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_head = item.kv_head * GROUP;
-  int* is_last = (int*)(area + FLAG_AT);
-  float* weights = (float*)(area + WEIGHTS_AT);
-  __threadfence();
-  sync_part();
-  if (threadIdx.x == 0) {
-    u32* counter = op.arrivals + item.row * NUM_KV_HEADS + item.kv_head;
-    *is_last = atomicInc(counter, item.num_parts - 1) == (u32)item.num_parts - 1;
-  }
-  sync_part();
-  if (!*is_last) return;
-  __threadfence();
-  const i64 first_item = item.index - item.part;
-  const float* lse = op.part_lse + first_item * NUM_HEADS + first_head;
-  for (int row = warp; row < GROUP; row += KV_WARPS) {
-    float top = NO_MAXIMUM, sum = 0.f;
-    for (int i = lane; i < item.num_parts; i += 32) top = fmaxf(top, load_float_l2(lse + i * NUM_HEADS + row));
-    top = warp_max(top);
-    for (int i = lane; i < item.num_parts; i += 32) {
-      const float weight = exp2_fast(load_float_l2(lse + i * NUM_HEADS + row) - top);
-      weights[row * MAX_PARTS + i] = weight;
-      sum += weight;
-    }
-    sum = warp_sum(sum);
-    for (int i = lane; i < item.num_parts; i += 32) weights[row * MAX_PARTS + i] /= sum;
-  }
-  sync_part();
-  constexpr int QUADS = HEAD_DIM / 4;
-  for (int i = threadIdx.x; i < GROUP * QUADS; i += SYNC_THREADS) {
-    const int row = i / QUADS, column = i % QUADS * 4, head = first_head + row;
-    const float* from = op.part_o + (first_item * NUM_HEADS + head) * HEAD_DIM + column;
-    const Float4 sum = merge_parts(from, weights + row * MAX_PARTS, item.num_parts, NUM_HEADS * HEAD_DIM);
-    store_scalars(op.out + (item.row * NUM_HEADS + head) * HEAD_DIM + column, sum);
+// The item's first tiles, as many as are fetched at once, into L2: by one warp, long before `attend`.
+DEV void prefetch_tiles(const RowItem& item, const AttentionOperands& op) {
+  const int tiles = min(KV_WARPS * KV_STAGES, (item.end - item.begin + TILE - 1) / TILE);
+  for (int i = threadIdx.x & 31; i < tiles; i += 32) {
+    const int token = item.begin + i * TILE;
+    const i64 block = op.table_row[token / BLOCK_SIZE];
+    const i64 start = ((block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
+    prefetch_l2(op.k_cache + start, TILE * KV_ROW_BYTES);
+    prefetch_l2(op.v_cache + start, TILE * KV_ROW_BYTES);
   }
 }
 
-// `area`: ATTENTION_BYTES of shared memory at a multiple of 128, which nobody reads any more when the block has
-// arrived at the barrier before.
-DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& grid, u8* area) {
+// `area`: ATTENTION_BYTES of shared memory at a multiple of 128, which nobody uses, and will not when this returns.
+DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& watch, u8* area) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int first_head = item.kv_head * GROUP;
   const bool has_newest = item.has_newest();
@@ -166,7 +100,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
   Angles angles = {};
   if (head_lane < BUSY_LANES) angles = load_angles(op.cos, op.sin, element);
   const i64 newest_block = has_newest ? op.table_row[newest / BLOCK_SIZE] : 0;
-  grid.wait();
+  watch.stamp();
 
   // The heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
   const int num_new = GROUP + (has_newest ? 2 : 0);
@@ -175,7 +109,8 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == GROUP + 1;
     const int head = i < GROUP ? first_head + i : NUM_HEADS + (i - GROUP) * NUM_KV_HEADS + item.kv_head;
     HeadPart x = {};
-    if (active) x = load_head_l2(op.qkv + (item.row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + element);
+    if (active) x = wait_for_head(op.qkv + (item.row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + element);
+    __syncwarp();
     if (op.qk_norm != nullptr)
       norm_head(x, active && !is_value ? op.qk_norm + head * HEAD_DIM + element : nullptr, op.eps);
     if (!is_value) rotate(x, angles);
@@ -191,7 +126,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     }
   }
   sync_part();
-  grid.stamp();
+  watch.stamp();
 
   u32 query[K_STEPS][4];  // fragments by k step, the same in every warp
 #pragma unroll
@@ -264,8 +199,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     __syncwarp();
     load_tile(i + KV_STAGES);
   }
-
-  grid.stamp();
+  watch.stamp();
 
   // The warps' sums, in shared memory in place of the tiles.
   copy_async_wait<0>();
@@ -286,6 +220,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     if (t == 0) maxima[row] = m[h], denominators[row] = l[h];
   }
   sync_part();
+  watch.stamp();
   constexpr int QUADS = HEAD_DIM / 4;
   for (int i = thread; i < GROUP * QUADS; i += SYNC_THREADS) {
     const int row = i / QUADS, column = i % QUADS * 4, head = first_head + row;
@@ -302,13 +237,19 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, GridBarrier& g
     }
     const float unit = denominator > 0.f ? 1.f / denominator : 0.f;  // no token: zeros
     sum = Float4{sum.x * unit, sum.y * unit, sum.z * unit, sum.w * unit};
-    if (item.num_parts == 1) {
-      store_scalars(op.out + (item.row * NUM_HEADS + head) * HEAD_DIM + column, sum);
-      continue;
+    if (item.few || item.num_parts > 1) {
+      const i64 place = (i64)item.index * NUM_HEADS + head;
+      const float lse = denominator > 0.f ? top + log2_fast(denominator) : NO_MAXIMUM;
+      const PartOperands& to = op.parts;
+      store16_l2((item.few ? to.few_o : to.part_o) + place * HEAD_DIM + column,
+                 make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z), __float_as_uint(sum.w)));
+      if (column == 0) store4_l2((item.few ? to.few_lse : to.part_lse) + place, __float_as_uint(lse));
+    } else {
+      store8_l2(op.parts.out + (item.row * NUM_HEADS + head) * HEAD_DIM + column, pack2(sum.x, sum.y), pack2(sum.z, sum.w));
     }
-    const i64 place = (i64)item.index * NUM_HEADS + head;
-    *(Float4*)(op.part_o + place * HEAD_DIM + column) = sum;
-    if (column == 0) op.part_lse[place] = denominator > 0.f ? top + log2_fast(denominator) : NO_MAXIMUM;
   }
-  if (item.num_parts > 1) merge_item(item, op, area);
+  if (!item.few && item.num_parts > 1)
+    merge_item(item, op.parts, (float*)(area + WEIGHTS_AT), (int*)(area + FLAG_AT));
+  watch.stamp();
+  sync_part();
 }

@@ -1,17 +1,17 @@
 // A block's share of y = x W^T for up to 8 rows of x, W coming through the ring (weight_ring.cuh), with what surrounds
-// it in a decoder (engine/ops/fused_product.py). The products and the order of their sums are skinny_gemm.cu's,
-// so that both give the same bits:
+// it in a decoder (engine/ops/fused_product.py), as in skinny_gemm.cu:
 //
 //   W rows as M (16), x rows as N (8): mma m16n8k16. Warp w takes the chunks of 64 columns w, w + 8, ... of K; the
-//   halves of a chunk are summed apart. The warps' sums meet in shared memory, added in order of the warps.
+//   quarters of a chunk are summed apart, so that products wait less for each other. The warps' sums meet in
+//   shared memory, added in order of the warps.
 //
-// The x of a warp's chunks, the same for all tiles, stays in registers.
+// The x of a warp's chunks, the same for all tiles, stays in registers. How it gets there is the caller's affair.
 //
 //   -DLEAST_BLOCKS=n   a grid has so many blocks or more
 #pragma once
 #include "common/gate.cuh"
-#include "common/grid_barrier.cuh"
 #include "common/kv_tile.cuh"
+#include "common/lamport.cuh"
 #include "common/vec.cuh"
 #include "common/weight_ring.cuh"
 
@@ -28,36 +28,67 @@ constexpr int sum_floats(int outputs, bool gated) {
   return WARPS * MAX_ROWS * (sum_stride(outputs, gated) + 1);  // and the squares
 }
 
-// Of x, if the kernel has changed it, and of what is added to a block's own outputs.
 struct ProductOperands {
-  const scalar_t* x;         // [m, K]
-  const scalar_t* bias;      // [rows of W], or null
-  const scalar_t* residual;  // [m, outputs], or null
-  scalar_t* out;             // [m, outputs]
+  const scalar_t* bias;  // [rows of W], or null
+  scalar_t* out;         // [m, outputs], empty
   int m;
-  float eps;                 // NORMED
+  float eps;             // NORMED
 };
 
-template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+template <int OUTPUTS, int K, bool GATED, bool NORMED, bool RESIDUAL> struct BlockProduct {
   static constexpr int CHUNKS = K / CHUNK, X_CHUNKS = (CHUNKS + WARPS - 1) / WARPS;
-  static constexpr int PIECES = (CHUNKS + PIECE_CHUNKS - 1) / PIECE_CHUNKS;
   static constexpr int FACTORS = GATED ? 2 : 1;  // rows of W to an output
   static constexpr int SUM_STRIDE = sum_stride(OUTPUTS, GATED);
   static constexpr int PER_THREAD = (MAX_ROWS * most_outputs(OUTPUTS) + THREADS - 1) / THREADS;  // outputs
+  // Flights that a tile consists of; so many are waited for at once, if the ring holds them.
+  static constexpr int PIECES = (CHUNKS + PIECE_CHUNKS - 1) / PIECE_CHUNKS;
+  static constexpr int TILE_ROWS = GATED ? 16 : smaller(16, most_outputs(OUTPUTS));
+  static constexpr int AT_ONCE = smaller(PIECES, smaller(FLIGHTS, SLOTS / TILE_ROWS));
   static_assert(K % CHUNK == 0, "whole chunks");
 
   typedef uint4 Inputs[X_CHUNKS][2];  // of row g, the 8 columns from 8 t on of each half
+  typedef scalar_t Own[PER_THREAD];   // what a thread's outputs are added to
 
-  static DEV void load_inputs(Inputs& x, const ProductOperands& op, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
+  // The outputs of a thread, in every layer: f(number, row, output of the slice).
+  template <class F> static DEV void each_output(int m, Slice slice, F f) {
+#pragma unroll
+    for (int p = 0; p < PER_THREAD; p++) {
+      const int e = threadIdx.x + THREADS * p;
+      if (e >= m * slice.count) break;
+      const int row = e / slice.count;
+      f(p, row, e - row * slice.count);
+    }
+  }
+
+  // x [m, K], which other blocks fill while we look, unless `is_there`. A long wait looks at little.
+  static DEV void load_inputs(Inputs& x, const scalar_t* from, int m, bool is_there, bool is_long) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    static_assert(2 * X_CHUNKS <= 32, "a bit for each load");
+    u32 missing = 0;
 #pragma unroll
     for (int i = 0; i < X_CHUNKS; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int chunk = warp + WARPS * i;
         x[i][half] = make_uint4(0, 0, 0, 0);
-        if (g < op.m && chunk < CHUNKS) x[i][half] = load16_l2(op.x + g * K + chunk * CHUNK + half * 32 + t * 8);
+        if (g < m && warp + WARPS * i < CHUNKS) missing |= 1u << (2 * i + half);
       }
+    const scalar_t* mine = from + g * K + warp * CHUNK + t * 8;
+    Patience patience;
+    if (is_long && missing != 0)
+      while (has_gap(load16_l2(mine))) patience.look_again();
+    while (missing != 0) {
+#pragma unroll
+      for (int i = 0; i < 2 * X_CHUNKS; i++)
+        if (missing >> i & 1) x[i / 2][i % 2] = load16_l2(mine + i / 2 * (WARPS * CHUNK) + i % 2 * 32);
+      if (is_there) break;
+#pragma unroll
+      for (int i = 0; i < 2 * X_CHUNKS; i++)
+        if (!has_gap(x[i / 2][i % 2])) missing &= ~(1u << i);
+      if (missing != 0) patience.look_again();
+    }
+    __syncwarp();
   }
 
   // The sum of squares of row g of x, in c[0] or c[1] of the lane with t = g / 2: on the diagonal of x x^T.
@@ -77,91 +108,72 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
   }
 
   // One tile: waits for its flights, and gives their slots back.
-  static DEV void multiply(float (&sums)[2][4], const Inputs& x, const WeightRing& ring, const u8* slots,
+  static DEV void multiply(float (&sums)[4][4], const Inputs& x, const WeightRing& ring, const u8* slots,
                            RingPosition& at, const TileRows<GATED>& tile, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    const u8 *upper, *lower;
+    const int g = lane >> 2, t = lane & 3, rows = tile.low + tile.high;
     // What lies in a row that is missing goes into results that nobody reads.
-    auto open = [&] {
-      mbarrier_wait(ring.full_of(at.flight), at.parity());
-      upper = slots + RingPosition::wrapped(at.slot + min(g, tile.low - 1)) * PITCH + t * 16;
-      lower = tile.high == 0 ? upper
-                             : slots + RingPosition::wrapped(at.slot + tile.low + min(g, tile.high - 1)) * PITCH + t * 16;
-    };
-    auto close = [&] {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(ring.empty_of(at.flight));
-      at.advance(tile.low + tile.high);
-    };
-    int piece = 0;
-    open();
+    const int upper_row = min(g, tile.low - 1), lower_row = tile.low + min(g, tile.high - 1);
 #pragma unroll
-    for (int i = 0; i < X_CHUNKS; i++) {
-      const int chunk = warp + WARPS * i, last_of_any = min(WARPS * i + WARPS, CHUNKS) - 1;
-      if (chunk < CHUNKS) {
-        if (i > 0 && WARPS * (i - 1) / PIECE_CHUNKS != last_of_any / PIECE_CHUNKS && chunk >= (piece + 1) * PIECE_CHUNKS) {
-          close();
-          piece++;
-          open();
-        }
-        const int offset = (chunk - piece * PIECE_CHUNKS) * (CHUNK * 2);
+    for (int first = 0; first < PIECES; first += AT_ONCE) {
+      const int count = smaller(AT_ONCE, PIECES - first);
+#pragma unroll
+      for (int p = 0; p < count; p++) mbarrier_wait(ring.full_of(at.flight + p), (at.flight + p) / FLIGHTS & 1);
+#pragma unroll
+      for (int i = 0; i < X_CHUNKS; i++) {
+        const int chunk = warp + WARPS * i, begin = first * PIECE_CHUNKS, end = smaller(begin + count * PIECE_CHUNKS, CHUNKS);
+        if (WARPS * i >= end || WARPS * i + WARPS <= begin || chunk < begin || chunk >= end) continue;
+        const int border = WARPS * i / PIECE_CHUNKS + 1, piece = border - (chunk < border * PIECE_CHUNKS);
+        const int slot = at.slot + (piece - first) * rows, offset = (chunk - piece * PIECE_CHUNKS) * (CHUNK * 2) + t * 16;
+        const u8* upper = slots + RingPosition::wrapped(slot + upper_row) * PITCH + offset;
+        const u8* lower = slots + RingPosition::wrapped(slot + lower_row) * PITCH + offset;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const uint4 a = load16(upper + offset + half * 64), b = load16(lower + offset + half * 64);
-          const u32 first[4] = {a.x, b.x, a.y, b.y}, last[4] = {a.z, b.z, a.w, b.w};
-          mma(sums[half], first, x[i][half].x, x[i][half].y);
-          mma(sums[half], last, x[i][half].z, x[i][half].w);
+          const uint4 a = load16(upper + half * 64), b = tile.high > 0 ? load16(lower + half * 64) : a;
+          const u32 former[4] = {a.x, b.x, a.y, b.y}, latter[4] = {a.z, b.z, a.w, b.w};
+          mma(sums[2 * half], former, x[i][half].x, x[i][half].y);
+          mma(sums[2 * half + 1], latter, x[i][half].z, x[i][half].w);
         }
       }
-    }
-    close();
-    for (piece++; piece < PIECES; piece++) {  // in which this warp has no chunk
-      open();
-      close();
+      __syncwarp();
+      if (lane < count) mbarrier_arrive(ring.empty_of(at.flight + lane));
+      at.advance(count * rows, count);
     }
   }
 
-  // `area`: sum_floats(OUTPUTS, GATED) floats in shared memory, which nobody reads any more behind the barrier's
-  // last arrival.
-  static DEV void run(const ProductOperands& op, Slice slice, const WeightRing& ring, const u8* slots,
-                      RingPosition& at, GridBarrier& grid, float* area) {
+  // `load`: fills a warp's part of Inputs. `area`: sum_floats(OUTPUTS, GATED) floats in shared memory, which
+  // nobody uses, and will not when this returns.
+  template <class Load>
+  static DEV void run(const ProductOperands& op, Slice slice, Load load, scalar_t* own, const WeightRing& ring,
+                      const u8* slots, RingPosition& at, Stopwatch& watch, float* area) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int num_outputs = op.m * slice.count;
-    // What is added to this thread's outputs, which nobody else changes: not looked at before it is needed.
-    scalar_t bias[PER_THREAD][FACTORS] = {}, residual[PER_THREAD] = {};
+    scalar_t bias[PER_THREAD][FACTORS] = {};  // not looked at before it is needed
+    if (op.bias != nullptr)
+      each_output(op.m, slice, [&](int p, int, int i) {
+        const int output = slice.first + i;
 #pragma unroll
-    for (int p = 0; p < PER_THREAD; p++) {
-      const int e = threadIdx.x + THREADS * p;
-      if (e >= num_outputs) break;
-      const int row = e / slice.count, output = slice.first + e - row * slice.count;
-      const int row_of_w = GATED ? output / 8 * 16 + output % 8 : output;
-#pragma unroll
-      for (int f = 0; f < FACTORS; f++)
-        if (op.bias != nullptr) bias[p][f] = op.bias[row_of_w + 8 * f];
-      if (op.residual != nullptr) residual[p] = load2_l2(op.residual + row * OUTPUTS + output);
-    }
-    grid.wait();
+        for (int f = 0; f < FACTORS; f++) bias[p][f] = op.bias[(GATED ? output / 8 * 16 + output % 8 : output) + 8 * f];
+      });
+    watch.stamp();
     Inputs x;
-    load_inputs(x, op, warp, lane);
+    load(x);
+    named_barrier_arrive(READ_BARRIER, WITH_CLEANER);
+    watch.stamp();
     float* squares = area + WARPS * MAX_ROWS * SUM_STRIDE;  // [WARPS][MAX_ROWS]
     if (NORMED) store_squares(squares + warp * MAX_ROWS, x, lane);
     for (int done = 0; done < slice.count; done += TileRows<GATED>::OUTPUTS) {
       const TileRows<GATED> tile(slice.count - done);
-      float sums[2][4] = {};
+      float sums[4][4] = {};
       multiply(sums, x, ring, slots, at, tile, warp, lane);
+      auto sum = [&](int e) { return (sums[0][e] + sums[1][e]) + (sums[2][e] + sums[3][e]); };
       float* to = area + (warp * MAX_ROWS + 2 * t) * SUM_STRIDE + done * FACTORS + g;
-      if (2 * t < op.m) to[0] = sums[0][0] + sums[1][0], to[8] = sums[0][2] + sums[1][2];
+      if (2 * t < op.m) to[0] = sum(0), to[8] = sum(2);
       to += SUM_STRIDE;
-      if (2 * t + 1 < op.m) to[0] = sums[0][1] + sums[1][1], to[8] = sums[0][3] + sums[1][3];
+      if (2 * t + 1 < op.m) to[0] = sum(1), to[8] = sum(3);
     }
-    grid.stamp();
-    sync_part();
-    grid.stamp();
-#pragma unroll
-    for (int p = 0; p < PER_THREAD; p++) {
-      const int e = threadIdx.x + THREADS * p;
-      if (e >= num_outputs) break;
-      const int row = e / slice.count, i = e - row * slice.count;
+    watch.stamp();
+    named_barrier_sync(SUMS_BARRIER, WITH_CLEANER);
+    watch.stamp();
+    each_output(op.m, slice, [&](int p, int row, int i) {
       auto over_warps = [&](const float* sums, int stride) {
         float sum = 0.f;
 #pragma unroll
@@ -175,8 +187,11 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED> struct BlockProduct {
       for (int f = 0; f < FACTORS; f++)
         y[f] = over_warps(sums + 8 * f, MAX_ROWS * SUM_STRIDE) * factor + to_float(bias[p][f]);
       if (GATED) y[0] = silu(y[0]) * y[FACTORS - 1];
-      op.out[row * OUTPUTS + slice.first + i] = from_float(y[0] + to_float(residual[p]));
-    }
-    grid.arrive();
+      const scalar_t result = from_float(RESIDUAL ? y[0] + to_float(own[p]) : y[0]);
+      if (RESIDUAL) own[p] = result;
+      store2_l2(op.out + row * OUTPUTS + slice.first + i, result);
+    });
+    watch.stamp();
+    sync_part();
   }
 };

@@ -74,11 +74,10 @@ struct RingPosition {
   u32 flight = 0;
 
   static DEV int wrapped(int slot) { return slot >= SLOTS ? slot - SLOTS : slot; }
-  DEV void advance(int rows) {
+  DEV void advance(int rows, int flights = 1) {
     slot = wrapped(slot + rows);
-    flight++;
+    flight += flights;
   }
-  DEV u32 parity() const { return flight / FLIGHTS & 1; }
 };
 
 struct WeightRing {

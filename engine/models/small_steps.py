@@ -14,6 +14,7 @@ from engine.ops.decoder_layers import MAX_ROWS, Layer, LayerTable, Scratch, Shap
 from engine.ops.embed_tokens import embed_tokens
 
 IS_CHOSEN = False  # not yet: the kernel has not been timed in an engine
+MOST_ROWS = 4  # with more, a kernel for each part of a layer takes less time
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class SmallSteps:
             return None
         shape = shape_of(model, kv)
         num_blocks = decoder_layers.multiprocessors(device.index)
-        max_rows = min(MAX_ROWS, num_blocks // shape.num_kv_heads)
+        max_rows = min(MOST_ROWS, MAX_ROWS, num_blocks // shape.num_kv_heads)
         if not (decoder_layers.is_chosen(shape, num_blocks, max_rows) and takes(model, kv)):
             return None
         layers = [layer_of(layer, kv) for layer in model.layers]

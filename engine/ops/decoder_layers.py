@@ -41,9 +41,9 @@ FLIGHTS = 32
 SMEM_LIMIT = 227 * 1024
 LEAST_BLOCKS = 112  # multiprocessors of a card that this kernel is for
 MAX_PARTS = 160  # of a row; blocks that a launch may have
-KV_BYTES = 64 * 1024  # of tiles of the cache that a block should have under way
+KV_BYTES = 32 * 1024  # of tiles of the cache that a block should have under way
 TILE = 16
-PART_COUNTERS = 32  # counters of the grid's barrier, in a line of their own
+FEW_PARTS = 8  # of all rows' contexts, that whoever needs them puts together
 LAYER_WORDS = 12  # 8-byte words of an entry of the table; as Layer in the kernel
 PHASES = ("qkv", "attention", "output", "gate_up", "down")
 
@@ -88,6 +88,7 @@ def supports(shape: Shape, num_blocks: int, rows: int = MAX_ROWS) -> bool:
         and shape.num_heads // shape.num_kv_heads <= TILE
         and LEAST_BLOCKS <= num_blocks <= MAX_PARTS
         and rows * shape.num_kv_heads <= num_blocks
+        and num_blocks <= min(shape.hidden_size, shape.intermediate_size, shape.qkv)  # lamport.cuh
         and max(sizes) <= 8192
         and Layout.fit(shape).slots >= 2 * FLIGHTS
     )
@@ -242,31 +243,49 @@ def check_layer(shape: Shape, layer: Layer, index: int) -> None:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What passes from phase to phase. `counters` are zero between launches."""
+    """What passes from phase to phase.
+
+    The first seven are of the kind in which a number that has not come is all ones (cuda/common/lamport.cuh): all of
+    it between launches, but for `inner`, which a launch empties at its start. `arrivals` are zero.
+    """
 
     qkv: Tensor  # [MAX_ROWS, qkv]
-    attended: Tensor  # [MAX_ROWS, num_heads * head_dim]
+    middle: Tensor  # [MAX_ROWS, hidden_size]
     inner: Tensor  # [MAX_ROWS, intermediate_size]
+    next: Tensor  # [MAX_ROWS, hidden_size]
+    attended: Tensor  # [MAX_ROWS, num_heads * head_dim]
+    few_o: Tensor  # float32 [FEW_PARTS, num_heads * head_dim]
+    few_lse: Tensor  # float32 [FEW_PARTS, num_heads]
     part_o: Tensor  # float32 [items, num_heads * head_dim]
     part_lse: Tensor  # float32 [items, num_heads]
-    counters: (
-        Tensor  # int32: of the grid's barrier, of departures, of each row's and KV head's parts
-    )
+    arrivals: Tensor  # int32 [MAX_ROWS, num_kv_heads]
 
     @classmethod
     def allocate(cls, shape: Shape, num_blocks: int, device: torch.device) -> "Scratch":
         items = num_blocks // shape.num_kv_heads
-        wide = {"dtype": torch.float32, "device": device}
-        narrow = {"dtype": shape.dtype, "device": device}
-        counters = PART_COUNTERS + MAX_ROWS * shape.num_kv_heads
+
+        def empty(dtype: torch.dtype, *size: int) -> Tensor:
+            words = torch.int32 if dtype is torch.float32 else torch.int16
+            return torch.full(size, -1, dtype=words, device=device).view(dtype)
+
         return cls(
-            torch.zeros(MAX_ROWS, shape.qkv, **narrow),
-            torch.zeros(MAX_ROWS, shape.attended, **narrow),
-            torch.zeros(MAX_ROWS, shape.intermediate_size, **narrow),
-            torch.zeros(items, shape.attended, **wide),
-            torch.zeros(items, shape.num_heads, **wide),
-            torch.zeros(counters, dtype=torch.int32, device=device),
+            empty(shape.dtype, MAX_ROWS, shape.qkv),
+            empty(shape.dtype, MAX_ROWS, shape.hidden_size),
+            empty(shape.dtype, MAX_ROWS, shape.intermediate_size),
+            empty(shape.dtype, MAX_ROWS, shape.hidden_size),
+            empty(shape.dtype, MAX_ROWS, shape.attended),
+            empty(torch.float32, FEW_PARTS, shape.attended),
+            empty(torch.float32, FEW_PARTS, shape.num_heads),
+            torch.zeros(items, shape.attended, dtype=torch.float32, device=device),
+            torch.zeros(items, shape.num_heads, dtype=torch.float32, device=device),
+            torch.zeros(MAX_ROWS, shape.num_kv_heads, dtype=torch.int32, device=device),
         )
+
+    def is_clean(self) -> bool:
+        """As between launches."""
+        empties = (self.qkv, self.middle, self.next, self.attended, self.few_o, self.few_lse)
+        words = [e.view(torch.int32 if e.dtype is torch.float32 else torch.int16) for e in empties]
+        return all(bool((w == -1).all()) for w in words) and not self.arrivals.any()
 
 
 def decoder_layers(
@@ -311,23 +330,19 @@ def launch(
     stamps: Tensor | None = None,
     cooperative: bool = True,
 ) -> None:
-    """`stamps`: int64 [num_blocks, num_layers, 5, 6] for a variant with PROFILE (grid_barrier.cuh)."""
+    """`stamps`: int64 [num_blocks, num_layers, 5, 5] for a variant with PROFILE (cuda/decoder_layers.cu)."""
     shape, m = table.shape, len(hidden)
     cos, sin = rotation
     assert hidden.is_contiguous()
     assert hidden.shape == (m, shape.hidden_size)
     assert 1 <= m <= min(MAX_ROWS, num_blocks // shape.num_kv_heads)
+    assert num_blocks <= min(shape.hidden_size, shape.intermediate_size, shape.qkv)
     assert cos.dtype is sin.dtype is torch.float32
     assert cos.stride(0) == sin.stride(0)
     assert rows.dtype is seq_lens.dtype is block_table.dtype is torch.int32
     args: list[object] = [
         hidden.data_ptr(),
-        scratch.qkv.data_ptr(),
-        scratch.attended.data_ptr(),
-        scratch.inner.data_ptr(),
-        scratch.part_o.data_ptr(),
-        scratch.part_lse.data_ptr(),
-        scratch.counters.data_ptr(),
+        *(t.data_ptr() for t in vars(scratch).values()),
         table.addresses.data_ptr(),
         np.int32(len(table.layers)),
         np.int32(m),

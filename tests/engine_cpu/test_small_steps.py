@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepInputs
+from engine.models import small_steps
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.small_steps import SmallSteps
@@ -17,7 +18,7 @@ from tests.engine_cpu.tiny_models import make_tiny
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 SHAPE = {
-    "hidden_size": 128,
+    "hidden_size": 192,
     "intermediate_size": 192,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -91,7 +92,7 @@ def test_who_does_without(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = sequences_of(model).attention.kv
     steps = SmallSteps.make(model, kv, CPU)
     assert steps is not None
-    assert steps.max_rows == decoder_layers.MAX_ROWS
+    assert steps.max_rows == small_steps.MOST_ROWS
     plain = load(path, fused=False)
     assert SmallSteps.make(plain, kv, CPU) is None, "norms are not folded"
     kv.k[0] = kv.k[0].to(torch.float8_e4m3fn)

@@ -22,7 +22,7 @@ SHAPES = [
     Shape(FP16, 896, 4864, 14, 2, 64, 16),
     Shape(BF16, 576, 1536, 9, 3, 64, 64),
     Shape(FP16, 1024, 3072, 16, 8, 128, 64),
-    Shape(BF16, 128, 192, 2, 1, 64, 32),  # fewer outputs than blocks
+    Shape(BF16, 192, 192, 2, 1, 64, 32),  # hardly more outputs than blocks
     Shape(BF16, 192, 1216, 16, 1, 64, 64),
 ]
 LENS = [1, 15, 16, 17, 63, 64, 65, 1000, 5000]
@@ -96,14 +96,28 @@ def test_the_same_bits_each_time() -> None:
         assert torch.equal(hidden.view(torch.int16), first.view(torch.int16))
 
 
+def test_all_sorts_of_steps_in_a_row() -> None:
+    """Scratch is clean for whoever comes next."""
+    longest = [5000, 1000, 65, 3000, 17, 300, 1, 128]
+    step, generator = step_of(SHAPES[0], longest), np.random.default_rng(1)
+    steps = [step_of(SHAPES[0], longest[:m]) for m in range(1, 8)] + [step]
+    for _ in range(30):
+        one = steps[generator.integers(len(steps))]
+        one.scratch = step.scratch
+        high = generator.choice([200, 1000, 5000])
+        one.draw([int(generator.integers(1, min(n, high) + 1)) for n in one.longest])
+        run(one)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama_biases", "qwen2", "qwen3"])
 def test_decode_steps_of_an_engine(tmp_path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(small_steps, "IS_CHOSEN", True)
+    monkeypatch.setattr(small_steps, "MOST_ROWS", 8)
     path = make_tiny(name, tmp_path, **SHAPE)
     harness = build(path, max_num_seqs=12, max_num_batched_tokens=256)
     steps = harness.loop.runner.decode_graphs.small_steps
     assert steps is not None
-    assert steps.max_rows == 8
+    assert steps.max_rows == small_steps.MOST_ROWS
     everyone = prompts(12, seed=31)
     for i, prompt in enumerate(everyone):
         harness.add(i, prompt, max_tokens=16 + 5 * i, logprobs=1)

@@ -5,9 +5,12 @@
 // Thread blocks run one after another, or with -DCLUSTER=n n at a time, as their cluster waits for each
 // other. Within a block every CUDA thread is a fiber (ucontext): it runs until it meets a barrier, a warp
 // shuffle or its end, then the next one runs. So each run takes the same order, and data races do not show;
-// what shows is wrong arithmetic, wrong indices and wrong geometry.
+// what shows is wrong arithmetic, wrong indices and wrong geometry. -DEMU_SHUFFLED shows most races between warps:
+// lanes of a warp meet at each emulated matrix product.
 //
-//   -DEMU_BACKWARDS=1   the last block runs first
+//   -DEMU_SHUFFLED=seed any warp runs next, and a copy takes place at once or as late as it may
+//   -DEMU_BACKWARDS=1   the last block, and of a cluster's blocks the last thread, runs first
+//   -DEMU_UNEVEN=seed   some of a cluster's blocks rest for a while, as chance would have it
 //   -DEMU_LATE=1        what `emu::later` is given takes place, one at a time, only when all threads wait
 //
 //   fiber of thread 0    ──run──┐ __syncthreads            ┌──run── ...
@@ -79,7 +82,7 @@ struct Meeting {
 
 struct Block;
 
-// An asynchronous copy takes place when its thread waits for it, as late as it may.
+// An asynchronous copy, which takes place when its thread waits for it, as late as it may.
 struct Copy {
   void* to;
   const void* from;  // null: zeros
@@ -244,6 +247,32 @@ inline void start_block(Block& b, dim3 index, size_t smem_bytes) {
   }
 }
 
+inline void run_fiber(Fiber& f) {
+  if (f.done) return;
+  current = &f;
+  swapcontext(&scheduler, &f.context);
+}
+
+#ifdef EMU_SHUFFLED
+inline uint64_t shuffle_state;
+
+inline unsigned drawn() {
+  shuffle_state = shuffle_state * 6364136223846793005u + 1442695040888963407u;
+  return shuffle_state >> 40;
+}
+
+// As many turns as there are warps, each of any warp, from any of its lanes on.
+inline void run_some_warps(Block& b) {
+  for (size_t turn = 0; turn < b.warps.size(); turn++) {
+    const unsigned warp = drawn() % b.warps.size(), first = drawn();
+    for (unsigned i = 0; i < 32; i++) {
+      const size_t thread = 32 * warp + (first + i) % 32;
+      if (thread < b.fibers.size()) run_fiber(b.fibers[thread]);
+    }
+  }
+}
+#endif
+
 // A cluster's blocks, from `first` on along x.
 inline void run_cluster(dim3 first, size_t smem_bytes) {
   whole_cluster = Meeting();
@@ -253,14 +282,33 @@ inline void run_cluster(dim3 first, size_t smem_bytes) {
       if (cluster[i].alive > 0) return true;
     return false;
   };
+  unsigned resting = 0;  // blocks, by bits
   while (is_running()) {
     const uint64_t before = progress;
-    for (unsigned i = 0; i < CLUSTER_BLOCKS; i++)
-      for (Fiber& f : cluster[i].fibers) {
-        if (f.done) continue;
-        current = &f;
-        swapcontext(&scheduler, &f.context);
-      }
+    for (unsigned i = 0; i < CLUSTER_BLOCKS; i++) {
+#ifdef EMU_BACKWARDS
+      Block& b = cluster[CLUSTER_BLOCKS - 1 - i];
+      for (size_t t = b.fibers.size(); t-- > 0;) run_fiber(b.fibers[t]);
+#else
+      if (resting >> i & 1) continue;
+#ifdef EMU_SHUFFLED
+      run_some_warps(cluster[i]);
+      if (progress != before) continue;
+#endif
+      for (Fiber& f : cluster[i].fibers) run_fiber(f);
+#endif
+    }
+#ifdef EMU_UNEVEN
+    static uint64_t chance = EMU_UNEVEN;
+    static unsigned rounds = 0;
+    if (rounds-- == 0 || progress == before) {
+      const bool is_stuck = resting == 0;
+      chance = chance * 6364136223846793005u + 1442695040888963407u;
+      rounds = chance >> 58;
+      resting = progress == before ? 0 : chance >> 40;
+      if (progress == before && !is_stuck) continue;
+    }
+#endif
     if (progress != before) continue;
     if (delayed.empty()) fail("threads wait at barriers or shuffles that others never reach");
     const std::function<void()> work = std::move(delayed.front());
@@ -270,7 +318,15 @@ inline void run_cluster(dim3 first, size_t smem_bytes) {
   }
 }
 
+inline void take_place(const Copy& c) {
+  if (c.from) std::memcpy(c.to, c.from, c.bytes);
+  else std::memset(c.to, 0, c.bytes);
+}
+
 inline void copy_later(void* to, const void* from, size_t bytes) {
+#ifdef EMU_SHUFFLED
+  if (drawn() % 2) return take_place({to, from, bytes, 0});
+#endif
   current->copies.push_back({to, from, bytes, current->copy_group});
 }
 inline void commit_copies() { current->copy_group++; }
@@ -280,8 +336,7 @@ inline void finish_copies(unsigned pending) {
   std::vector<Copy> rest;
   for (const Copy& c : current->copies) {
     if (c.group + pending >= current->copy_group) rest.push_back(c);
-    else if (c.from) std::memcpy(c.to, c.from, c.bytes);
-    else std::memset(c.to, 0, c.bytes);
+    else take_place(c);
   }
   current->copies.swap(rest);
 }
@@ -305,6 +360,9 @@ void launch(void (*kernel)(A...), const unsigned* shape, size_t smem_bytes, void
   target = kernel;
   values = args;
   current = nullptr;
+#ifdef EMU_SHUFFLED
+  shuffle_state = EMU_SHUFFLED;
+#endif
   if (grid.x % CLUSTER_BLOCKS != 0) fail("the grid is not a multiple of the cluster");
   body = [] {
     [&]<size_t... I>(std::index_sequence<I...>) {

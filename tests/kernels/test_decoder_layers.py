@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
+TINY = Shape(BF16, 64, 64, 1, 1, 64, 64)
 NARROW = Shape(BF16, 128, 192, 2, 1, 64, 64)  # less than a chunk for each warp
 LONG_ROWS = Shape(BF16, 64, 704, 2, 1, 64, 16)  # rows of several pieces, the last one short
 WIDE_HEADS = Shape(FP16, 192, 128, 4, 2, 128, 32)
@@ -50,8 +51,20 @@ def test_against_the_definition(shape: Shape, lens: list[int], options: dict[str
 
 
 def test_eight_rows() -> None:
-    step = Step(NARROW, [1, 15, 16, 17, 128, 129, 5, 64], num_blocks=8, num_layers=1)
-    run(step)
+    run(Step(TINY, [1, 15, 16, 17, 128, 129, 5, 64], num_blocks=8, num_layers=1))
+
+
+@pytest.mark.parametrize("lens", [[700], [300, 129], [1, 257, 130], [400]])
+def test_parts_of_rows(lens: list[int]) -> None:
+    """Few, that blocks merge as they need them, or many."""
+    run(
+        Step(
+            WIDE_HEADS if len(lens) == 2 else TINY,
+            lens,
+            num_blocks=2 if lens == [400] else 6,
+            num_layers=1,
+        )
+    )
 
 
 @pytest.mark.parametrize("schedule", ["EMU_LATE", "EMU_BACKWARDS"])
@@ -64,10 +77,21 @@ def test_a_ring_that_comes_round(schedule: str) -> None:
     run(step, small, **{schedule: 1})
 
 
-def test_launches_one_after_another() -> None:
-    step = Step(NARROW, [300, 40], num_blocks=3, num_layers=1)
-    for lens in ([300, 40], [7, 1]):
+@pytest.mark.parametrize("schedule", [{}, {"EMU_BACKWARDS": 1}, {"EMU_UNEVEN": 1}], ids=str)
+def test_launches_one_after_another(schedule: dict[str, int]) -> None:
+    """Each finds empty what it fills, whatever the one before has left: more parts, longer ones, shorter rows."""
+    step = Step(TINY, [300, 1, 40], num_blocks=4, has_qk_norm=True)
+    for lens in ([300, 1, 40], [130, 2, 1], [300, 17, 1]):
         step.draw(lens)
+        run(step, **schedule)
+
+
+def test_fewer_rows_than_before() -> None:
+    """Rows of `inner` that a launch leaves are no numbers of the next one that has as many."""
+    five = Step(TINY, [5, 30, 1, 2, 3], num_blocks=5, num_layers=1)
+    one = Step(TINY, [33], num_blocks=5)
+    one.scratch = five.scratch
+    for step in (five, one, five):
         run(step)
 
 
@@ -76,6 +100,7 @@ def test_what_is_supported() -> None:
     assert decoder_layers.supports(shape, 132)
     assert not decoder_layers.supports(shape, 80)
     assert not decoder_layers.supports(Shape(BF16, 900, 4864, 14, 2, 64, 64), 132)
+    assert not decoder_layers.supports(Shape(BF16, 128, 4864, 14, 2, 64, 64), 132)
     assert not decoder_layers.supports(Shape(BF16, 896, 4864, 14, 2, 96, 64), 132)
     assert not decoder_layers.supports(Shape(torch.float32, 896, 4864, 14, 2, 64, 64), 132)
     assert not decoder_layers.supports(Shape(BF16, 2048, 4864, 32, 32, 64, 64), 132)
