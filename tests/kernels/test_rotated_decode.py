@@ -2,6 +2,7 @@
 rope_and_cache and paged_decode give one after the other."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,35 @@ def test_a_block_takes_several_items(heads: Heads) -> None:
         step.out.fill_(torch.nan)
         step.fused(caches, step.out)
         step.check(step.out, caches, before)
+
+
+@pytest.mark.parametrize(
+    ("heads", "arch"),
+    [
+        (Heads(64, 7, 2, BF16, E4M3, block_size=64), "sm_90a"),
+        (Heads(128, 12, 1, FP16), "sm_90a"),
+        (Heads(256, 17, 1), "sm_80"),  # sums take the place of all stages
+    ],
+    ids=str,
+)
+def test_warps_and_copies_in_any_order(
+    heads: Heads, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks take several items: slots of the rings and what surrounds them are used again."""
+    variant = paged_decode.variant
+
+    def shuffled(*args: object) -> jit.VariantSpec:
+        spec = variant(*args)  # type: ignore[arg-type]
+        return replace(spec, defines={**spec.defines, "EMU_SHUFFLED": 2})
+
+    monkeypatch.setattr(paged_decode, "variant", shuffled)
+    monkeypatch.setattr(jit, "device_arch", lambda device=None: arch)
+    lens = [257, 1, 150, 0, 400, 64, 33]
+    step = make_step(heads, lens, limits_of(heads, 4, is_fixed=True), True)
+    plan_decode.plan_decode(step.plan, step.seq_lens, step.rows, None)
+    caches, before = step.caches(), step.caches()
+    step.fused(caches, step.out)
+    step.check(step.out, caches, before)
 
 
 def test_angles_of_the_models_type() -> None:
