@@ -1,7 +1,6 @@
 """The paged attention kernels in the emulator: layouts, masks, splits and merges, without a GPU.
 
-The emulator computes tensor core products by shuffles and copies at once; what it cannot show is a
-missing wait. tests/gpu/test_paged_attention.py has many more shapes.
+The emulator computes tensor core products by shuffles. tests/gpu/test_paged_attention.py has many more shapes.
 """
 
 from collections.abc import Iterator
