@@ -22,11 +22,9 @@ REPORTED = 20  # log-probabilities
 
 def bench_cases() -> list[Case]:
     cases = [
-        sampling_case(name, num_rows, vocab_size, dtype)
+        sampling_case(name, num_rows, vocab_size)
         for name in KINDS
         for num_rows, vocab_size in SIZES
-        for dtype in (torch.float32, torch.bfloat16)
-        if dtype is torch.float32 or (num_rows, vocab_size) == (64, 152_064)
     ]
     return [*cases, *(logprobs_case(num_rows, 152_064) for num_rows in (1, 64))]
 
@@ -40,15 +38,15 @@ def make_sampler(params: SamplingParams, num_rows: int, vocab_size: int) -> Devi
     return sampler
 
 
-def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+def random_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     """As peaked as a language model's: the weight of a token falls with rank ** -1.5, so that 60 tokens
     share 90% of the probability. At temperature 2, 100,000 do."""
     ranks = torch.arange(1, vocab_size + 1, device="cuda", dtype=torch.float32)
     order = torch.rand(num_rows, vocab_size, device="cuda").argsort(-1)
-    return (-1.5 * ranks.log() + 10)[order].to(dtype)
+    return (-1.5 * ranks.log() + 10)[order]
 
 
-def sampling_case(kind: str, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Case:
+def sampling_case(kind: str, num_rows: int, vocab_size: int) -> Case:
     params = KINDS[kind]
 
     def setup(copies: int) -> list[Launch]:
@@ -61,11 +59,11 @@ def sampling_case(kind: str, num_rows: int, vocab_size: int, dtype: torch.dtype)
         def launch_on(logits: torch.Tensor) -> Launch:
             return lambda: sampler.sample_on_device(logits, rows, positions, which)
 
-        return [launch_on(random_logits(num_rows, vocab_size, dtype)) for _ in range(copies)]
+        return [launch_on(random_logits(num_rows, vocab_size)) for _ in range(copies)]
 
-    read = num_rows * vocab_size * (dtype.itemsize + (4 if params.has_penalties else 0))
-    name = f"sample {kind}, {num_rows} x {vocab_size} {str(dtype).removeprefix('torch.')}"
-    return Case(name, setup, num_bytes=read)
+    counts = 2 if params.has_penalties else 0  # bytes of a token's entry in its row's table
+    name = f"sample {kind}, {num_rows} x {vocab_size} float32"
+    return Case(name, setup, num_bytes=num_rows * vocab_size * (4 + counts))
 
 
 def logprobs_case(num_rows: int, vocab_size: int) -> Case:
@@ -80,9 +78,7 @@ def logprobs_case(num_rows: int, vocab_size: int) -> Case:
             best = logits.argmax(-1)
             return lambda: sampler.logprobs_on_device(logits, rows, best, is_bad, REPORTED)
 
-        return [
-            launch_on(random_logits(num_rows, vocab_size, torch.float32)) for _ in range(copies)
-        ]
+        return [launch_on(random_logits(num_rows, vocab_size)) for _ in range(copies)]
 
     name = f"logprobs {REPORTED}, {num_rows} x {vocab_size} float32"
     return Case(name, setup, num_bytes=num_rows * vocab_size * 4)
