@@ -351,7 +351,6 @@ def test_specs_cover_what_is_launched() -> None:
         vocab_size=1000,
     )
     specs = [*sample_cuda.specs(config), *logprobs_cuda.specs(config)]
-    for dtype in (torch.float32, torch.bfloat16):
-        for which in SamplingClass:
-            assert all(spec in specs for spec in sample_cuda.variants(dtype, which))
-        assert all(spec in specs for spec in logprobs_cuda.variants(dtype))
+    for which in SamplingClass:  # of float32 logits, which models of any dtype give
+        assert all(spec in specs for spec in sample_cuda.variants(torch.float32, which))
+    assert all(spec in specs for spec in logprobs_cuda.variants(torch.float32))
