@@ -400,7 +400,7 @@ def test_constraints_on_the_device(tiny, enforce_eager, dtype):
     """Masks of grammars, allowed ids and bad words, overlapped and in sequence, in a mixed batch.
 
     Overlapped, rows wait for their masks while others go on, so batches differ, and with them the last bits
-    of bfloat16 logits: equal draws are asked of float32 only.
+    of a bfloat16 model's logits: equal draws are asked of float32 only.
     """
     model = tiny("llama")
     vocabulary = Vocabulary(transformers.AutoTokenizer.from_pretrained(model), 512)
