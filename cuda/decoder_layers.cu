@@ -89,10 +89,15 @@ template <int OUTPUTS> DEV void empty(scalar_t* v, Slice slice, int rows) {
     store2_l2(v + e / slice.count * OUTPUTS + slice.first + e % slice.count, (u16)EMPTY);
 }
 
-DEV AttentionOperands attention_of(const Launch& l, const RowItem& item, const Layer& layer) {
-  const i64 row = max(item.row, 0), angle = row * l.angle_stride;
-  return {l.vectors.qkv, layer.k_cache, layer.v_cache, layer.qk_norm, l.block_table + (i64)l.rows[row] * l.table_stride,
-          l.cos + angle, l.sin + angle, l.vectors.parts, l.scale, l.eps};
+// What is the same for all layers; a warp's `tile` is its first one.
+DEV AttentionOperands attention_of(const Launch& l, const RowItem& item, int tile) {
+  const int row = max(item.row, 0);
+  AttentionOperands op{l.vectors.qkv, nullptr, nullptr, nullptr, l.block_table + (i64)l.rows[row] * l.table_stride, 0, 0,
+                       l.cos, l.sin, row * l.angle_stride, l.vectors.parts, l.scale, l.eps};
+  if (item.row < 0) return op;
+  if (item.begin + tile * TILE < item.end) op.first_block = op.table_row[(item.begin + tile * TILE) / BLOCK_SIZE];
+  if (item.has_newest()) op.newest_block = op.table_row[(item.end - 1) / BLOCK_SIZE];
+  return op;
 }
 
 // The cleaner. Attention reads parts of qkv only, so behind it nobody knows yet what all have read.
@@ -101,25 +106,27 @@ DEV void clean(const Launch& l) {
   const Slices slices;
   const Vectors& v = l.vectors;
   const RowItem item = RowItem::choose(l.seq_lens, l.m);
+  const AttentionOperands attention = attention_of(l, item, 0);
   auto all_is_read = [] {
+    __syncwarp();
     named_barrier_sync(READ_BARRIER, WITH_CLEANER);
     named_barrier_arrive(SUMS_BARRIER, WITH_CLEANER);
   };
   for (int i = 0; i < l.num_layers; i++) {
-    if (item.row >= 0) prefetch_tiles(item, attention_of(l, item, l.layers[i]));
+    if (item.row >= 0) prefetch_tiles(item, attention.table_row, l.layers[i].k_cache, l.layers[i].v_cache);
     all_is_read();  // hidden, so everybody has read inner
     empty<INNER_SIZE>(v.inner, slices.inner, i == 0 ? MAX_ROWS : l.m);  // the last launch may have had other rows
-    __threadfence();
+    fence_l2();
     all_is_read();  // what attention made
     empty<HIDDEN_SIZE>(v.next, slices.hidden, l.m);
     empty<QKV>(v.qkv, slices.qkv, l.m);
-    __threadfence();
+    fence_l2();
     all_is_read();  // middle
     if (item.row >= 0) empty_parts(item, v.parts);
-    __threadfence();
+    fence_l2();
     all_is_read();  // inner
     empty<HIDDEN_SIZE>(v.middle, slices.hidden, l.m);
-    __threadfence();
+    fence_l2();
   }
 }
 
@@ -132,6 +139,7 @@ DEV void compute(const Launch& l, const WeightRing& ring, Stopwatch watch, u8* s
   const RowItem item = RowItem::choose(l.seq_lens, m);
   const int lane_row = table_lane / item.per_row, lane_part = table_lane % item.per_row;
   const bool lane_has_part = lane_row < m && lane_part < item.parts_of(l.seq_lens[min(lane_row, m - 1)]);
+  AttentionOperands attention = attention_of(l, item, threadIdx.x / 32);
   RingPosition at;
   u8* area = smem + AREA_AT;
   float* sums = (float*)area;
@@ -142,10 +150,11 @@ DEV void compute(const Launch& l, const WeightRing& ring, Stopwatch watch, u8* s
   for (int i = 0; i < l.num_layers; i++) {
     const Layer& layer = l.layers[i];
     const bool is_first = i == 0, is_last = i == l.num_layers - 1;
+    attention.k_cache = layer.k_cache, attention.v_cache = layer.v_cache, attention.qk_norm = layer.qk_norm;
     QkvProduct::run({layer.qkv_bias, v.qkv, m, l.eps}, slices.qkv, [&](auto& x) {
       QkvProduct::load_inputs(x, is_first ? v.hidden : v.next, m, is_first, false);
     }, nullptr, ring, smem, at, watch, sums);
-    if (item.row >= 0) attend(item, attention_of(l, item, layer), watch, area);
+    if (item.row >= 0) attend(item, attention, watch, area);
     else for (int stamps = 0; stamps < 5; stamps++) watch.stamp();
     OutputProduct::run({layer.output_bias, v.middle, m, 0.f}, slices.hidden, [&](auto& x) {
       if (item.few) load_few_parts<OutputProduct::CHUNKS>(x, item, lane_has_part, v.parts, m);

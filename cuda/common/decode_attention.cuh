@@ -31,7 +31,9 @@ struct AttentionOperands {
   scalar_t *k_cache, *v_cache;
   const scalar_t* qk_norm;   // [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM], or null
   const int* table_row;      // of the item's row
-  const float *cos, *sin;    // of the item's row
+  int first_block, newest_block;  // of the cache: of a warp's first tile; of the newest token if the item has it
+  const float *cos, *sin;
+  int angles_at;             // of the item's row
   PartOperands parts;
   float scale;               // of scores, times log2(e)
   float eps;
@@ -55,14 +57,14 @@ DEV HeadPart wait_for_head(const scalar_t* p) {
 }
 
 // The item's first tiles, as many as are fetched at once, into L2: by one warp, long before `attend`.
-DEV void prefetch_tiles(const RowItem& item, const AttentionOperands& op) {
+DEV void prefetch_tiles(const RowItem& item, const int* table_row, const scalar_t* k_cache, const scalar_t* v_cache) {
   const int tiles = min(KV_WARPS * KV_STAGES, (item.end - item.begin + TILE - 1) / TILE);
   for (int i = threadIdx.x & 31; i < tiles; i += 32) {
     const int token = item.begin + i * TILE;
-    const i64 block = op.table_row[token / BLOCK_SIZE];
+    const i64 block = table_row[token / BLOCK_SIZE];
     const i64 start = ((block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
-    prefetch_l2(op.k_cache + start, TILE * KV_ROW_BYTES);
-    prefetch_l2(op.v_cache + start, TILE * KV_ROW_BYTES);
+    prefetch_l2(k_cache + start, TILE * KV_ROW_BYTES);
+    prefetch_l2(v_cache + start, TILE * KV_ROW_BYTES);
   }
 }
 
@@ -78,7 +80,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
   auto load_tile = [&](int i) {
     if (i < my_tiles) {
       const int place = (warp + i * KV_WARPS) * TILE, token = item.begin + place;  // of the item, of the row
-      const i64 block = op.table_row[token / BLOCK_SIZE];
+      const i64 block = i == 0 ? op.first_block : op.table_row[token / BLOCK_SIZE];
       const i64 start = ((block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
       const u8 *keys = (const u8*)op.k_cache + start, *values = (const u8*)op.v_cache + start;
       const smem_t to = ring + i % KV_STAGES * STAGE_BYTES;
@@ -98,21 +100,24 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
   for (int i = 0; i < KV_STAGES; i++) load_tile(i);
   const int head_lane = thread % HEAD_LANES, element = head_lane * 8;
   Angles angles = {};
-  if (head_lane < BUSY_LANES) angles = load_angles(op.cos, op.sin, element);
-  const i64 newest_block = has_newest ? op.table_row[newest / BLOCK_SIZE] : 0;
-  watch.stamp();
+  if (head_lane < BUSY_LANES) angles = load_angles(op.cos, op.sin, op.angles_at + element);
 
   // The heads of q, then the newest key and value, HEAD_LANES threads each; whole warps go on.
-  const int num_new = GROUP + (has_newest ? 2 : 0);
-  for (int first = warp * 32; first < num_new * HEAD_LANES; first += SYNC_THREADS) {
-    const int i = (first + lane) / HEAD_LANES;
-    const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == GROUP + 1;
-    const int head = i < GROUP ? first_head + i : NUM_HEADS + (i - GROUP) * NUM_KV_HEADS + item.kv_head;
+  static_assert((TILE + 2) * HEAD_LANES <= SYNC_THREADS);
+  const int num_new = GROUP + (has_newest ? 2 : 0), i = thread / HEAD_LANES;
+  const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == GROUP + 1;
+  const int head = i < GROUP ? first_head + i : NUM_HEADS + (i - GROUP) * NUM_KV_HEADS + item.kv_head;
+  StoredPart gains = {};
+  if (op.qk_norm != nullptr && active && !is_value) gains = load_stored(op.qk_norm + head * HEAD_DIM + element);
+  watch.stamp();
+  if (warp * 32 < num_new * HEAD_LANES) {
     HeadPart x = {};
     if (active) x = wait_for_head(op.qkv + (item.row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + element);
     __syncwarp();
-    if (op.qk_norm != nullptr)
-      norm_head(x, active && !is_value ? op.qk_norm + head * HEAD_DIM + element : nullptr, op.eps);
+    if (op.qk_norm != nullptr) {
+      const float factor = norm_factor(x, op.eps);
+      if (!is_value) apply_norm(x, factor, unpack_head(gains));
+    }
     if (!is_value) rotate(x, angles);
     if (active && i < GROUP) {
       u8* rows = area + ROTATED_AT;
@@ -121,7 +126,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
     } else if (active) {
       store_kv((kv_t*)(area + NEWEST_AT) + (i - GROUP) * HEAD_DIM + element, x, 1.f);
       const i64 start =
-          ((newest_block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
+          (((i64)op.newest_block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
       store_kv((is_value ? op.v_cache : op.k_cache) + start, x, 1.f);
     }
   }
@@ -243,7 +248,8 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
       const PartOperands& to = op.parts;
       store16_l2((item.few ? to.few_o : to.part_o) + place * HEAD_DIM + column,
                  make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z), __float_as_uint(sum.w)));
-      if (column == 0) store4_l2((item.few ? to.few_lse : to.part_lse) + place, __float_as_uint(lse));
+      if (column == 0)
+        store4_l2(item.few ? to.few_lse + head * FEW_PARTS + item.index : to.part_lse + place, __float_as_uint(lse));
     } else {
       store8_l2(op.parts.out + (item.row * NUM_HEADS + head) * HEAD_DIM + column, pack2(sum.x, sum.y), pack2(sum.z, sum.w));
     }

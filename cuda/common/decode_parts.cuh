@@ -7,6 +7,7 @@
 //   many   long contexts: as many parts as there are blocks for; the last block of a row to be done merges them
 //
 //   -DNUM_HEADS  -DNUM_KV_HEADS  -DHEAD_DIM  -DMAX_PARTS
+//   -DFEW_PARTS=n   of all rows, a power of two up to 8   -DFEW_STEPS=n   of STEP tokens in each, at most
 #pragma once
 #include "common/kv_tile.cuh"
 #include "common/lamport.cuh"
@@ -16,7 +17,6 @@ constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
 constexpr int KV_WARPS = SYNC_THREADS / 32;
 constexpr int TILE = 16;
 constexpr int STEP = KV_WARPS * TILE;  // a tile for each warp
-constexpr int FEW_PARTS = 8, FEW_STEPS = 2;  // parts of all rows; of STEP tokens in each
 
 struct RowItem {
   bool few;
@@ -37,9 +37,9 @@ struct RowItem {
     RowItem item;
     item.index = blockIdx.x / NUM_KV_HEADS, item.kv_head = blockIdx.x % NUM_KV_HEADS;
     item.per_row = FEW_PARTS;
-    while (item.per_row * m > min(FEW_PARTS, most)) item.per_row /= 2;
+    while (item.per_row > 1 && item.per_row * m > min(FEW_PARTS, most)) item.per_row /= 2;
     item.chunk = (longest + item.per_row * STEP - 1) / (item.per_row * STEP) * STEP;
-    item.few = item.chunk <= FEW_STEPS * STEP;
+    item.few = item.chunk <= FEW_STEPS * STEP && item.per_row * m <= FEW_PARTS;
     if (!item.few) item.chunk = (total + most * STEP - 1) / (most * STEP) * STEP;
     while (!item.few) {
       int count = 0;
@@ -64,22 +64,21 @@ struct RowItem {
 // Where results of parts go.
 struct PartOperands {
   scalar_t* out;             // [m, NUM_HEADS, HEAD_DIM], if many; empty
-  float *few_o, *few_lse;    // [FEW_PARTS, NUM_HEADS, HEAD_DIM], [FEW_PARTS, NUM_HEADS], if few; empty
+  float *few_o, *few_lse;    // [FEW_PARTS, NUM_HEADS, HEAD_DIM], [NUM_HEADS, FEW_PARTS], if few; empty
   float *part_o, *part_lse;  // [items, ..] likewise, if many
   u32* arrivals;             // [m, NUM_KV_HEADS], zero before and after
 };
 
 // What this block's item has filled is empty again. By one warp.
 DEV void empty_parts(const RowItem& item, const PartOperands& op) {
-  constexpr int WORDS = GROUP * HEAD_DIM / (16 / sizeof(scalar_t));  // of 16 bytes: scalars
   const int lane = threadIdx.x & 31, first_head = item.kv_head * GROUP;
   const uint4 nothing = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
   if (item.few) {
-    const int place = item.index * NUM_HEADS + first_head;
-    for (int i = lane; i < GROUP * HEAD_DIM / 4; i += 32) store16_l2(op.few_o + place * HEAD_DIM + 4 * i, nothing);
-    if (lane < GROUP) store4_l2(op.few_lse + place + lane, EMPTY);
+    float* o = op.few_o + (item.index * NUM_HEADS + first_head) * HEAD_DIM;
+    for (int i = lane; i < GROUP * HEAD_DIM / 4; i += 32) store16_l2(o + 4 * i, nothing);
+    if (lane < GROUP) store4_l2(op.few_lse + (first_head + lane) * FEW_PARTS + item.index, EMPTY);
   } else if (item.part == 0) {  // of the row, whoever has filled it
-    for (int i = lane; i < WORDS; i += 32)
+    for (int i = lane; i < GROUP * HEAD_DIM / 8; i += 32)
       store16_l2(op.out + (item.row * NUM_HEADS + first_head) * HEAD_DIM + 8 * i, nothing);
   }
 }
@@ -107,7 +106,7 @@ DEV void load_few_parts(uint4 (&x)[X_CHUNKS][2], const RowItem& item, bool has_p
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++)
         if (awaited >> i & 1)
-          lse[i] = load4_l2(op.few_lse + g * NUM_HEADS + (warp + KV_WARPS * (first + i)) * 64 / HEAD_DIM);
+          lse[i] = load4_l2(op.few_lse + (warp + KV_WARPS * (first + i)) * 64 / HEAD_DIM * FEW_PARTS + g);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++)
         if (lse[i] != EMPTY) awaited &= ~(1u << i);

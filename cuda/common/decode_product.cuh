@@ -28,6 +28,7 @@ constexpr int sum_floats(int outputs, bool gated) {
   return WARPS * MAX_ROWS * (sum_stride(outputs, gated) + 1);  // and the squares
 }
 
+// What surrounds a product, and where its results go.
 struct ProductOperands {
   const scalar_t* bias;  // [rows of W], or null
   scalar_t* out;         // [m, outputs], empty
@@ -51,7 +52,7 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED, bool RESIDUAL> struct Blo
   typedef uint4 Inputs[X_CHUNKS][2];  // of row g, the 8 columns from 8 t on of each half
   typedef scalar_t Own[PER_THREAD];   // what a thread's outputs are added to
 
-  // The outputs of a thread, in every layer: f(number, row, output of the slice).
+  // A thread's outputs, the same in every layer: f(number, row, output of the slice).
   template <class F> static DEV void each_output(int m, Slice slice, F f) {
 #pragma unroll
     for (int p = 0; p < PER_THREAD; p++) {
@@ -111,6 +112,7 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED, bool RESIDUAL> struct Blo
   static DEV void multiply(float (&sums)[4][4], const Inputs& x, const WeightRing& ring, const u8* slots,
                            RingPosition& at, const TileRows<GATED>& tile, int warp, int lane) {
     const int g = lane >> 2, t = lane & 3, rows = tile.low + tile.high;
+    const u8* mine = slots + t * 16;
     // What lies in a row that is missing goes into results that nobody reads.
     const int upper_row = min(g, tile.low - 1), lower_row = tile.low + min(g, tile.high - 1);
 #pragma unroll
@@ -120,15 +122,19 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED, bool RESIDUAL> struct Blo
       for (int p = 0; p < count; p++) mbarrier_wait(ring.full_of(at.flight + p), (at.flight + p) / FLIGHTS & 1);
 #pragma unroll
       for (int i = 0; i < X_CHUNKS; i++) {
-        const int chunk = warp + WARPS * i, begin = first * PIECE_CHUNKS, end = smaller(begin + count * PIECE_CHUNKS, CHUNKS);
-        if (WARPS * i >= end || WARPS * i + WARPS <= begin || chunk < begin || chunk >= end) continue;
+        const int begin = first * PIECE_CHUNKS, end = smaller(begin + count * PIECE_CHUNKS, CHUNKS);
+        if (WARPS * i >= end || WARPS * i + WARPS <= begin) continue;
+        // Behind the last chunk x is zero, and any W will do. No branch, where none is needed, keeps loads together.
+        const int chunk = min(warp + WARPS * i, CHUNKS - 1);
+        const bool is_whole = WARPS * i >= begin && (WARPS * i + WARPS <= end || end == CHUNKS);
+        if (!is_whole && (chunk < begin || chunk >= end)) continue;
         const int border = WARPS * i / PIECE_CHUNKS + 1, piece = border - (chunk < border * PIECE_CHUNKS);
-        const int slot = at.slot + (piece - first) * rows, offset = (chunk - piece * PIECE_CHUNKS) * (CHUNK * 2) + t * 16;
-        const u8* upper = slots + RingPosition::wrapped(slot + upper_row) * PITCH + offset;
-        const u8* lower = slots + RingPosition::wrapped(slot + lower_row) * PITCH + offset;
+        const int slot = at.slot + (piece - first) * rows, offset = (chunk - piece * PIECE_CHUNKS) * (CHUNK * 2);
+        const u8* upper = mine + RingPosition::wrapped(slot + upper_row) * PITCH + offset;
+        const u8* lower = mine + RingPosition::wrapped(slot + lower_row) * PITCH + offset;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const uint4 a = load16(upper + half * 64), b = tile.high > 0 ? load16(lower + half * 64) : a;
+          const uint4 a = load16(upper + half * 64), b = TILE_ROWS > 8 && tile.high > 0 ? load16(lower + half * 64) : a;
           const u32 former[4] = {a.x, b.x, a.y, b.y}, latter[4] = {a.z, b.z, a.w, b.w};
           mma(sums[2 * half], former, x[i][half].x, x[i][half].y);
           mma(sums[2 * half + 1], latter, x[i][half].z, x[i][half].w);

@@ -38,6 +38,7 @@ DEV void store2_l2(void* p, u16 v) { *(u16*)p = v, emu::progress++; }
 DEV void store4_l2(void* p, u32 v) { *(u32*)p = v, emu::progress++; }
 DEV void store8_l2(void* p, u32 lo, u32 hi) { ((u32*)p)[0] = lo, ((u32*)p)[1] = hi, emu::progress++; }
 DEV void store16_l2(void* p, uint4 v) { *(uint4*)p = v, emu::progress++; }
+DEV void fence_l2() {}
 DEV void prefetch_l2(const void*, u32) {}
 
 #else
@@ -63,6 +64,8 @@ DEV void store16_l2(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
                :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// This thread's stores so far are seen before its later ones. Leaves L1 alone, unlike __threadfence().
+DEV void fence_l2() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // From the device's memory to L2; address and bytes are multiples of 16.
 DEV void prefetch_l2(const void* p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");

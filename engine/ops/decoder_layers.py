@@ -43,7 +43,8 @@ LEAST_BLOCKS = 112  # multiprocessors of a card that this kernel is for
 MAX_PARTS = 160  # of a row; blocks that a launch may have
 KV_BYTES = 32 * 1024  # of tiles of the cache that a block should have under way
 TILE = 16
-FEW_PARTS = 8  # of all rows' contexts, that whoever needs them puts together
+FEW_PARTS = 8  # of all rows' contexts, that whoever needs them puts together;
+FEW_STEPS = 2  # ... if none has more than so many times 128 tokens
 LAYER_WORDS = 12  # 8-byte words of an entry of the table; as Layer in the kernel
 PHASES = ("qkv", "attention", "output", "gate_up", "down")
 
@@ -169,6 +170,8 @@ def variant(
         "SLOTS": layout.slots,
         "KV_STAGES": layout.kv_stages,
         "MAX_PARTS": MAX_PARTS,
+        "FEW_PARTS": FEW_PARTS,
+        "FEW_STEPS": FEW_STEPS,
         "LEAST_BLOCKS": least_blocks,
         "SMEM_BYTES": layout.smem_bytes,
     }
@@ -255,7 +258,7 @@ class Scratch:
     next: Tensor  # [MAX_ROWS, hidden_size]
     attended: Tensor  # [MAX_ROWS, num_heads * head_dim]
     few_o: Tensor  # float32 [FEW_PARTS, num_heads * head_dim]
-    few_lse: Tensor  # float32 [FEW_PARTS, num_heads]
+    few_lse: Tensor  # float32 [num_heads, FEW_PARTS]
     part_o: Tensor  # float32 [items, num_heads * head_dim]
     part_lse: Tensor  # float32 [items, num_heads]
     arrivals: Tensor  # int32 [MAX_ROWS, num_kv_heads]
@@ -275,7 +278,7 @@ class Scratch:
             empty(shape.dtype, MAX_ROWS, shape.hidden_size),
             empty(shape.dtype, MAX_ROWS, shape.attended),
             empty(torch.float32, FEW_PARTS, shape.attended),
-            empty(torch.float32, FEW_PARTS, shape.num_heads),
+            empty(torch.float32, shape.num_heads, FEW_PARTS),
             torch.zeros(items, shape.attended, dtype=torch.float32, device=device),
             torch.zeros(items, shape.num_heads, dtype=torch.float32, device=device),
             torch.zeros(MAX_ROWS, shape.num_kv_heads, dtype=torch.int32, device=device),
