@@ -123,7 +123,8 @@ DEV void load_few_parts(uint4 (&x)[X_CHUNKS][2], const RowItem& item, bool has_p
     while (missing != 0) {
 #pragma unroll
       for (int j = 0; j < 4 * AT_ONCE; j++)
-        if (missing >> j & 1) part[j / 4][j / 2 % 2][j % 2] = load16_l2(mine + j / 4 * (KV_WARPS * 64) + j / 2 % 2 * 32 + j % 2 * 4);
+        if (missing >> j & 1)
+          part[j / 4][j / 2 % 2][j % 2] = load16_l2(mine + j / 4 * (KV_WARPS * 64) + j / 2 % 2 * 32 + j % 2 * 4);
 #pragma unroll
       for (int j = 0; j < 4 * AT_ONCE; j++)
         if (!has_empty(part[j / 4][j / 2 % 2][j % 2])) missing &= ~(1u << j);
