@@ -420,7 +420,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     return [variant(shape)]
 
 
-MOST_LAYER_BYTES = 96 << 20  # weights of a layer; larger ones are bound by memory as they are
+MOST_LAYER_BYTES = 90 << 20  # weights of a layer; larger ones are bound by memory as they are
 
 
 def is_chosen(shape: Shape, num_blocks: int, rows: int = MAX_ROWS) -> bool:
