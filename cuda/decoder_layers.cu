@@ -2,7 +2,7 @@
 //
 // As many blocks as the device has multiprocessors, all running at once, go through the phases of a layer together:
 //
-//   hidden ─qkv─► qkv ─attention─► parts, attended ─output─► middle ─gate, up─► inner ─down─► hidden
+//   hidden ─qkv─► qkv ─attention─► attended ─output─► middle ─gate, up─► inner ─down─► hidden
 //
 // Each block has a share of every product's outputs, and needs all outputs of the one before. It takes each number as
 // it comes, without a barrier (lamport.cuh). Its next weights, in the order of phases and layers, stream into its
@@ -135,10 +135,8 @@ DEV void compute(const Launch& l, const WeightRing& ring, Stopwatch watch, u8* s
   grid_dependency_launch();
   const Slices slices;
   const Vectors& v = l.vectors;
-  const int m = l.m, table_lane = (threadIdx.x & 31) >> 2;
+  const int m = l.m;
   const RowItem item = RowItem::choose(l.seq_lens, m);
-  const int lane_row = table_lane / item.per_row, lane_part = table_lane % item.per_row;
-  const bool lane_has_part = lane_row < m && lane_part < item.parts_of(l.seq_lens[min(lane_row, m - 1)]);
   AttentionOperands attention = attention_of(l, item, threadIdx.x / 32);
   RingPosition at;
   u8* area = smem + AREA_AT;
@@ -157,8 +155,7 @@ DEV void compute(const Launch& l, const WeightRing& ring, Stopwatch watch, u8* s
     if (item.row >= 0) attend(item, attention, watch, area);
     else for (int stamps = 0; stamps < 5; stamps++) watch.stamp();
     OutputProduct::run({layer.output_bias, v.middle, m, 0.f}, slices.hidden, [&](auto& x) {
-      if (item.few) load_few_parts<OutputProduct::CHUNKS>(x, item, lane_has_part, v.parts, m);
-      else OutputProduct::load_inputs(x, v.parts.out, m, false, true);
+      OutputProduct::load_inputs(x, v.parts.out, m, false, true);
     }, own, ring, smem, at, watch, sums);
     GateUpProduct::run({layer.gate_up_bias, v.inner, m, l.eps}, slices.inner, [&](auto& x) {
       GateUpProduct::load_inputs(x, v.middle, m, false, false);
@@ -171,7 +168,7 @@ DEV void compute(const Launch& l, const WeightRing& ring, Stopwatch watch, u8* s
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
     scalar_t* hidden, scalar_t* qkv, scalar_t* middle, scalar_t* inner, scalar_t* next,  // see Vectors
-    scalar_t* attended, float* few_o, float* few_lse, float* part_o, float* part_lse, u32* arrivals,  // PartOperands
+    scalar_t* attended, float* part_o, float* part_lse, u32* arrivals,  // PartOperands
     const Layer* layers, int num_layers, int m,
     const int* block_table,    // [.., table_stride]
     const int* rows,           // [m] of the block table
@@ -189,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decoder_layers(
   const WeightRing ring{start, start + BARRIERS_AT, start + BARRIERS_AT + 8 * FLIGHTS};
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  const Launch launch{{hidden, qkv, middle, inner, next, {attended, few_o, few_lse, part_o, part_lse, arrivals}},
+  const Launch launch{{hidden, qkv, middle, inner, next, {attended, part_o, part_lse, arrivals}},
                       layers, num_layers, m, block_table, rows, seq_lens, table_stride, cos, sin, angle_stride, scale, eps};
   if (threadIdx.x >= THREADS) {
     registers_give<72>();  // a warpgroup's, though two warps work

@@ -62,7 +62,7 @@ DEV void prefetch_tiles(const RowItem& item, const int* table_row, const scalar_
   for (int i = threadIdx.x & 31; i < tiles; i += 32) {
     const int token = item.begin + i * TILE;
     const i64 block = table_row[token / BLOCK_SIZE];
-    const i64 start = ((block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
+    const i64 start = ((block * NUM_KV_HEADS + item.kv_head()) * BLOCK_SIZE + token % BLOCK_SIZE) * HEAD_DIM;
     prefetch_l2(k_cache + start, TILE * KV_ROW_BYTES);
     prefetch_l2(v_cache + start, TILE * KV_ROW_BYTES);
   }
@@ -71,7 +71,7 @@ DEV void prefetch_tiles(const RowItem& item, const int* table_row, const scalar_
 // `area`: ATTENTION_BYTES of shared memory at a multiple of 128, which nobody uses, and will not when this returns.
 DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& watch, u8* area) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const int first_head = item.kv_head * GROUP;
+  const int first_head = item.kv_head() * GROUP;
   const bool has_newest = item.has_newest();
   const int num_visible = item.end - item.begin, num_cached = num_visible - has_newest, newest = item.end - 1;
   const int num_tiles = (num_visible + TILE - 1) / TILE, my_tiles = (num_tiles - warp + KV_WARPS - 1) / KV_WARPS;
@@ -81,7 +81,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
     if (i < my_tiles) {
       const int place = (warp + i * KV_WARPS) * TILE, token = item.begin + place;  // of the item, of the row
       const i64 block = i == 0 ? op.first_block : op.table_row[token / BLOCK_SIZE];
-      const i64 start = ((block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
+      const i64 start = ((block * NUM_KV_HEADS + item.kv_head()) * BLOCK_SIZE + token % BLOCK_SIZE) * KV_ROW_BYTES;
       const u8 *keys = (const u8*)op.k_cache + start, *values = (const u8*)op.v_cache + start;
       const smem_t to = ring + i % KV_STAGES * STAGE_BYTES;
 #pragma unroll
@@ -106,7 +106,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
   static_assert((TILE + 2) * HEAD_LANES <= SYNC_THREADS);
   const int num_new = GROUP + (has_newest ? 2 : 0), i = thread / HEAD_LANES;
   const bool active = i < num_new && head_lane < BUSY_LANES, is_value = i == GROUP + 1;
-  const int head = i < GROUP ? first_head + i : NUM_HEADS + (i - GROUP) * NUM_KV_HEADS + item.kv_head;
+  const int head = i < GROUP ? first_head + i : NUM_HEADS + (i - GROUP) * NUM_KV_HEADS + item.kv_head();
   StoredPart gains = {};
   if (op.qk_norm != nullptr && active && !is_value) gains = load_stored(op.qk_norm + head * HEAD_DIM + element);
   watch.stamp();
@@ -126,7 +126,7 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
     } else if (active) {
       store_kv((kv_t*)(area + NEWEST_AT) + (i - GROUP) * HEAD_DIM + element, x, 1.f);
       const i64 start =
-          (((i64)op.newest_block * NUM_KV_HEADS + item.kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
+          (((i64)op.newest_block * NUM_KV_HEADS + item.kv_head()) * BLOCK_SIZE + newest % BLOCK_SIZE) * HEAD_DIM + element;
       store_kv((is_value ? op.v_cache : op.k_cache) + start, x, 1.f);
     }
   }
@@ -242,20 +242,17 @@ DEV void attend(const RowItem& item, const AttentionOperands& op, Stopwatch& wat
     }
     const float unit = denominator > 0.f ? 1.f / denominator : 0.f;  // no token: zeros
     sum = Float4{sum.x * unit, sum.y * unit, sum.z * unit, sum.w * unit};
-    if (item.few || item.num_parts > 1) {
-      const i64 place = (i64)item.index * NUM_HEADS + head;
+    if (item.num_parts > 1) {
+      const i64 place = (i64)item.index() * NUM_HEADS + head;
       const float lse = denominator > 0.f ? top + log2_fast(denominator) : NO_MAXIMUM;
-      const PartOperands& to = op.parts;
-      store16_l2((item.few ? to.few_o : to.part_o) + place * HEAD_DIM + column,
+      store16_l2(op.parts.part_o + place * HEAD_DIM + column,
                  make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z), __float_as_uint(sum.w)));
-      if (column == 0)
-        store4_l2(item.few ? to.few_lse + head * FEW_PARTS + item.index : to.part_lse + place, __float_as_uint(lse));
+      if (column == 0) store4_l2(op.parts.part_lse + place, __float_as_uint(lse));
     } else {
       store8_l2(op.parts.out + (item.row * NUM_HEADS + head) * HEAD_DIM + column, pack2(sum.x, sum.y), pack2(sum.z, sum.w));
     }
   }
-  if (!item.few && item.num_parts > 1)
-    merge_item(item, op.parts, (float*)(area + WEIGHTS_AT), (int*)(area + FLAG_AT));
+  if (item.num_parts > 1) merge_item(item, op.parts, (float*)(area + WEIGHTS_AT), (int*)(area + FLAG_AT));
   watch.stamp();
   sync_part();
 }

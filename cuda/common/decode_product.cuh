@@ -43,10 +43,11 @@ template <int OUTPUTS, int K, bool GATED, bool NORMED, bool RESIDUAL> struct Blo
   static constexpr int FACTORS = GATED ? 2 : 1;  // rows of W to an output
   static constexpr int SUM_STRIDE = sum_stride(OUTPUTS, GATED);
   static constexpr int PER_THREAD = (MAX_ROWS * most_outputs(OUTPUTS) + THREADS - 1) / THREADS;  // outputs
-  // Flights that a tile consists of; so many are waited for at once, if the ring holds them.
+  // Flights that a tile consists of; so many are waited for at once, if the ring holds them, and attention at head size 128
+  // leaves registers.
   static constexpr int PIECES = (CHUNKS + PIECE_CHUNKS - 1) / PIECE_CHUNKS;
   static constexpr int TILE_ROWS = GATED ? 16 : smaller(16, most_outputs(OUTPUTS));
-  static constexpr int AT_ONCE = smaller(PIECES, smaller(FLIGHTS, SLOTS / TILE_ROWS));
+  static constexpr int AT_ONCE = smaller(HEAD_DIM > 64 ? smaller(2, PIECES) : PIECES, smaller(FLIGHTS, SLOTS / TILE_ROWS));
   static_assert(K % CHUNK == 0, "whole chunks");
 
   typedef uint4 Inputs[X_CHUNKS][2];  // of row g, the 8 columns from 8 t on of each half

@@ -33,7 +33,6 @@ constexpr u32 EMPTY = ~0u;
 #ifdef SLUICE_EMULATE
 
 DEV uint4 load16_l2(const void* p) { return *(const uint4*)p; }
-DEV u32 load4_l2(const void* p) { return *(const u32*)p; }
 DEV void store2_l2(void* p, u16 v) { *(u16*)p = v, emu::progress++; }
 DEV void store4_l2(void* p, u32 v) { *(u32*)p = v, emu::progress++; }
 DEV void store8_l2(void* p, u32 lo, u32 hi) { ((u32*)p)[0] = lo, ((u32*)p)[1] = hi, emu::progress++; }
@@ -48,11 +47,6 @@ DEV uint4 load16_l2(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-DEV u32 load4_l2(const void* p) {
-  u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 DEV void store2_l2(void* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(p), "h"(v) : "memory"); }
@@ -76,8 +70,6 @@ DEV void prefetch_l2(const void* p, u32 bytes) {
 // Of scalars: nonzero if one of a word's halves is all ones.
 DEV u32 gaps(u32 pair) { return (~pair - 0x00010001u) & pair & 0x80008000u; }
 DEV bool has_gap(const uint4& v) { return (gaps(v.x) | gaps(v.y) | gaps(v.z) | gaps(v.w)) != 0; }
-// Of floats.
-DEV bool has_empty(const uint4& v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
 // Between two looks. Every lane looks for itself.
 struct Patience {

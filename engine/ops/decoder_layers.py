@@ -43,8 +43,6 @@ LEAST_BLOCKS = 112  # multiprocessors of a card that this kernel is for
 MAX_PARTS = 160  # of a row; blocks that a launch may have
 KV_BYTES = 32 * 1024  # of tiles of the cache that a block should have under way
 TILE = 16
-FEW_PARTS = 8  # of all rows' contexts, that whoever needs them puts together;
-FEW_STEPS = 2  # ... if none has more than so many times 128 tokens
 LAYER_WORDS = 12  # 8-byte words of an entry of the table; as Layer in the kernel
 PHASES = ("qkv", "attention", "output", "gate_up", "down")
 
@@ -170,8 +168,6 @@ def variant(
         "SLOTS": layout.slots,
         "KV_STAGES": layout.kv_stages,
         "MAX_PARTS": MAX_PARTS,
-        "FEW_PARTS": FEW_PARTS,
-        "FEW_STEPS": FEW_STEPS,
         "LEAST_BLOCKS": least_blocks,
         "SMEM_BYTES": layout.smem_bytes,
     }
@@ -248,7 +244,7 @@ def check_layer(shape: Shape, layer: Layer, index: int) -> None:
 class Scratch:
     """What passes from phase to phase.
 
-    The first seven are of the kind in which a number that has not come is all ones (cuda/common/lamport.cuh): all of
+    The first five are of the kind in which a number that has not come is all ones (cuda/common/lamport.cuh): all of
     it between launches, but for `inner`, which a launch empties at its start. `arrivals` are zero.
     """
 
@@ -257,8 +253,6 @@ class Scratch:
     inner: Tensor  # [MAX_ROWS, intermediate_size]
     next: Tensor  # [MAX_ROWS, hidden_size]
     attended: Tensor  # [MAX_ROWS, num_heads * head_dim]
-    few_o: Tensor  # float32 [FEW_PARTS, num_heads * head_dim]
-    few_lse: Tensor  # float32 [num_heads, FEW_PARTS]
     part_o: Tensor  # float32 [items, num_heads * head_dim]
     part_lse: Tensor  # float32 [items, num_heads]
     arrivals: Tensor  # int32 [MAX_ROWS, num_kv_heads]
@@ -267,18 +261,16 @@ class Scratch:
     def allocate(cls, shape: Shape, num_blocks: int, device: torch.device) -> "Scratch":
         items = num_blocks // shape.num_kv_heads
 
-        def empty(dtype: torch.dtype, *size: int) -> Tensor:
-            words = torch.int32 if dtype is torch.float32 else torch.int16
-            return torch.full(size, -1, dtype=words, device=device).view(dtype)
+        def empty(width: int) -> Tensor:
+            words = torch.full((MAX_ROWS, width), -1, dtype=torch.int16, device=device)
+            return words.view(shape.dtype)
 
         return cls(
-            empty(shape.dtype, MAX_ROWS, shape.qkv),
-            empty(shape.dtype, MAX_ROWS, shape.hidden_size),
-            empty(shape.dtype, MAX_ROWS, shape.intermediate_size),
-            empty(shape.dtype, MAX_ROWS, shape.hidden_size),
-            empty(shape.dtype, MAX_ROWS, shape.attended),
-            empty(torch.float32, FEW_PARTS, shape.attended),
-            empty(torch.float32, shape.num_heads, FEW_PARTS),
+            empty(shape.qkv),
+            empty(shape.hidden_size),
+            empty(shape.intermediate_size),
+            empty(shape.hidden_size),
+            empty(shape.attended),
             torch.zeros(items, shape.attended, dtype=torch.float32, device=device),
             torch.zeros(items, shape.num_heads, dtype=torch.float32, device=device),
             torch.zeros(MAX_ROWS, shape.num_kv_heads, dtype=torch.int32, device=device),
@@ -286,9 +278,9 @@ class Scratch:
 
     def is_clean(self) -> bool:
         """As between launches."""
-        empties = (self.qkv, self.middle, self.next, self.attended, self.few_o, self.few_lse)
-        words = [e.view(torch.int32 if e.dtype is torch.float32 else torch.int16) for e in empties]
-        return all(bool((w == -1).all()) for w in words) and not self.arrivals.any()
+        empties = (self.qkv, self.middle, self.next, self.attended)
+        is_empty = all(bool((e.view(torch.int16) == -1).all()) for e in empties)
+        return is_empty and not self.arrivals.any()
 
 
 def decoder_layers(

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import GraphAttention, StepInputs
-from engine.models import small_steps
 from engine.models.base import Model
 from engine.models.small_steps import SmallSteps
 from engine.ops.prepare_decode import HEADER, DecodeInputs, prepare_decode, staged_size
@@ -73,9 +72,8 @@ class DecodeGraphs:
         self.memory = StepMemory(staged_size(max_batch, self.max_updates), max_batch, device)
         self.inputs = DecodeInputs.allocate(max_batch, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.small_steps: SmallSteps | None = None
-        if small_steps.IS_CHOSEN:
-            self.small_steps = SmallSteps.make(model, attention.kv, device)
+        on_gpu = device.type == "cuda"  # tests of the order of things capture nothing
+        self.small_steps = SmallSteps.make(model, attention.kv, device) if on_gpu else None
         self.logits: Tensor | None = None  # [max_batch, vocab_size], of all sizes: they run in turn
 
     def can_run(self, plan: StepPlan) -> bool:

@@ -111,7 +111,6 @@ def test_all_sorts_of_steps_in_a_row() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama_biases", "qwen2", "qwen3"])
 def test_decode_steps_of_an_engine(tmp_path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(small_steps, "IS_CHOSEN", True)
     monkeypatch.setattr(small_steps, "MOST_ROWS", 8)
     path = make_tiny(name, tmp_path, **SHAPE)
     harness = build(path, max_num_seqs=12, max_num_batched_tokens=256)

@@ -56,7 +56,6 @@ def test_eight_rows() -> None:
 
 @pytest.mark.parametrize("lens", [[700], [300, 129], [1, 257, 130], [400]])
 def test_parts_of_rows(lens: list[int]) -> None:
-    """Few, that blocks merge as they need them, or many."""
     run(
         Step(
             WIDE_HEADS if len(lens) == 2 else TINY,
