@@ -17,6 +17,7 @@ class Deadline:
 
     A client whose own limit (`is_own`) has passed gets 408, started or not: there is no time left to try
     again. At the server's limits what has not started gets 503: the server was full, another may not be.
+    Where both pass at the same moment the client's own counts.
     """
 
     stream: RequestStream
@@ -28,7 +29,7 @@ class Deadline:
     def __enter__(self) -> "Deadline":
         loop = asyncio.get_running_loop()
         spent = (time.monotonic_ns() - self.stream.arrival_ns) * 1e-9
-        for seconds, action in ((self.queue_s, self._on_queue), (self.total_s, self._on_total)):
+        for seconds, action in ((self.total_s, self._on_total), (self.queue_s, self._on_queue)):
             if seconds > 0:
                 self._timers.append(loop.call_later(max(0.0, seconds - spent), action))
         return self

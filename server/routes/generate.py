@@ -106,7 +106,7 @@ def make_generation(
 ) -> Generation:
     """`more`: fields of GenerateOptions that only one endpoint has. Raises ApiError."""
     service.report_unknown(common.ignored)
-    check_limits(body, service.config)
+    check_limits(body, service.config, common.ignored)
     options = GenerateOptions(
         params=common.params,
         priority=common.priority,

@@ -4,6 +4,7 @@ Bodies were decoded before, so their fields have the right types here; null mean
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from server.config import ServerConfig
@@ -21,10 +22,13 @@ LIMITED = {
 }
 
 
-def check_limits(body: dict[str, Any], config: ServerConfig) -> None:
-    """Raises ApiError 400 for the first field, in document order, that is above a limit."""
+def check_limits(body: dict[str, Any], config: ServerConfig, ignored: Collection[str] = ()) -> None:
+    """Raises ApiError 400 for the first field, in document order, that is above a limit.
+
+    `ignored`: fields that this endpoint does not know, whose values nobody has looked at.
+    """
     for name, value in body.items():
-        if name not in LIMITED or value is None or isinstance(value, bool):
+        if name not in LIMITED or name in ignored or value is None or isinstance(value, bool):
             continue
         flag, setting = LIMITED[name]
         most = getattr(config, setting)

@@ -301,6 +301,14 @@ async def test_limits_allow_what_they_name() -> None:
         assert (await site.post(TEXT, {**BODY, "logprobs": True, "stop": None}))[0] == 200
 
 
+@pytest.mark.parametrize("value", [21, {}, {"a": 1}, "x", [1, 2, 3]])
+async def test_limits_are_for_fields_that_the_endpoint_knows(site: Site, value: Any) -> None:
+    """Nobody has looked at the type of an ignored one."""
+    body = {**BODY, "top_logprobs": value}
+    status, headers, _ = await site.post_full(TEXT, body)
+    assert (status, headers["X-Ignored-Fields"]) == (200, "top_logprobs")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -123,6 +123,13 @@ async def test_a_limit_that_passes_before_the_start(by_request: bool) -> None:
         await eventually(lambda: site.service.client.num_queued == 0)
 
 
+async def test_its_own_limit_counts_where_the_servers_passes_at_the_same_moment() -> None:
+    async with running_site(queue_timeout=0.15) as site:
+        site.backend.script = lambda g: Script(hold="queued")
+        status, answer = await site.post(TEXT, {**BODY, "timeout": 0.15})
+        assert (status, answer["error"]["code"]) == (408, "request_timeout")
+
+
 async def test_request_timeout_in_a_stream_is_an_event() -> None:
     async with running_site(request_timeout=0.2) as site:
         site.backend.script = lambda g: Script(["a"], hold="decode")
