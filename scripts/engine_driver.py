@@ -1,6 +1,8 @@
 """A whole engine without server or tokenizer, for measurements: token ids in, counts and times out."""
 
+import atexit
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -71,10 +73,11 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def model_directory(name: str) -> str:
-    """A directory for --model: `name` itself, or a temporary one with the config of a known shape."""
+    """A directory for --model: `name` itself, or one with the config of a known shape, until the process ends."""
     if name not in SHAPES:
         return name
     folder = Path(tempfile.mkdtemp(prefix="sluice-shape-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
     return str(folder)
 
