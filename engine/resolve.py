@@ -204,10 +204,12 @@ def decide_batch_limits(r: Resolved, config: EngineConfig) -> None:
         r.set("max_num_batched_tokens", budget, "flag")
     elif not config.enable_chunked_prefill:
         r.set("max_num_batched_tokens", max(r.max_model_len, seqs), "auto: whole prompts must fit")
+    elif seqs > (8192 if r.is_gpu else 512):
+        r.set("max_num_batched_tokens", seqs, "auto: a token for each of --max-num-seqs")
     elif r.is_gpu:
-        r.set("max_num_batched_tokens", max(8192, seqs), "auto: large steps prefill fastest")
+        r.set("max_num_batched_tokens", 8192, "auto: large steps prefill fastest")
     else:
-        r.set("max_num_batched_tokens", max(512, seqs), "auto: keeps steps short on a CPU")
+        r.set("max_num_batched_tokens", 512, "auto: keeps steps short on a CPU")
     if r.max_num_batched_tokens < r.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {r.max_num_batched_tokens} is below --max-num-seqs "

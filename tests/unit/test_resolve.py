@@ -34,6 +34,13 @@ def test_defaults_have_reasons(model):
         assert resolved.reasons[name]
 
 
+def test_a_budget_that_follows_max_num_seqs_says_so(model):
+    for seqs, budget, reason in ((512, 512, "keeps steps short"), (513, 513, "--max-num-seqs")):
+        resolved = resolve(EngineConfig(device="cpu", max_num_seqs=seqs), model)
+        assert resolved.max_num_batched_tokens == budget
+        assert reason in resolved.reasons["max_num_batched_tokens"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
