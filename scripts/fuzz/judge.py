@@ -22,6 +22,9 @@ class Answer:
         self.headers = headers
         self.body = body
 
+    def __repr__(self) -> str:
+        return f"{self.status} {self.body[:300].decode(errors='replace')}"
+
     @property
     def error_code(self) -> str:
         return str(json.loads(self.body)["error"]["code"])

@@ -7,7 +7,7 @@ import random
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from socket import SO_LINGER, SOL_SOCKET
@@ -85,7 +85,11 @@ class Target:
             f"{method} {path} HTTP/1.1\r\nHost: fuzz\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
-        answers = read_answers(await self.send(Attempt("call", [head.encode() + data])))
+        received = await self.send(Attempt("call", [head.encode() + data]))
+        try:
+            answers = read_answers(received)
+        except ValueError as error:
+            raise AssertionError(f"{method} {path}: {error}") from None
         assert [answer.status for answer in answers] == [200], f"{method} {path}: {answers}"
         return answers[0].body
 
@@ -140,10 +144,12 @@ async def stream_text(target: Target, index: int) -> Said:
     }
     data = (await target.call("POST", "/v1/completions", body)).decode()
     events = [event.removeprefix("data: ") for event in data.split("\n\n") if event]
-    assert events.pop() == "[DONE]", data[-300:]
+    assert events[-1:] == ["[DONE]"], f"a stream has no end: {data[-300:]!r}"
     said = Said()
-    for event in events:
-        lists = json.loads(event)["choices"][0]["logprobs"]
+    for event in events[:-1]:
+        chunk = json.loads(event)
+        assert "choices" in chunk, f"a stream failed: {event}"
+        lists = chunk["choices"][0]["logprobs"]
         if lists is not None:
             said.tokens += lists["tokens"]
             said.logprobs += lists["token_logprobs"]
@@ -158,12 +164,27 @@ async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = N
     """
     target, report = Target(url), Report()
     await check_ready(target, url)
+    began = time.monotonic()
+    try:
+        await attack_beside_streams(
+            target, report, range(num) if only is None else [only], seed, workers
+        )
+    except* (OSError, AssertionError) as broken:
+        texts = dict.fromkeys(str(error) or repr(error) for error in broken.exceptions)
+        report.findings += [f"the run broke off: {text}" for text in texts]
+    report.seconds = time.monotonic() - began
+    return report
+
+
+async def attack_beside_streams(
+    target: Target, report: Report, chosen: Sequence[int], seed: int, workers: int
+) -> None:
+    """Fill `report`. Raises OSError and AssertionError, alone or as a group, if the server ends."""
     document = json.loads(await target.call("GET", "/openapi.json"))
     wire = Wire(Bodies(document), list(document["paths"]))
-    numbers = iter(range(num) if only is None else [only])
+    numbers = iter(chosen)
     texts = [await stream_text(target, i) for i in range(NUM_STREAMS)]
     idle = await metrics_when_idle(target)
-    began = time.monotonic()
     is_over = asyncio.Event()
 
     async def attack() -> None:
@@ -180,7 +201,7 @@ async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = N
             for complaint in complaints:
                 written = b" ".join(attempt.pieces)[:600]
                 report.findings.append(f"#{number} {attempt.name}: {complaint}\n    {written!r}")
-            if number % max(1, num // 8) == 0:
+            if number % max(1, len(chosen) // 8) == 0:
                 report.memory.append(memory_of(await target.metrics()))
 
     async def stream(index: int) -> None:
@@ -189,18 +210,13 @@ async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = N
                 report.findings.append(f"stream {index} is not as without the others: {difference}")
             report.num_streams += 1
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            streams = [group.create_task(stream(i)) for i in range(NUM_STREAMS)]
-            await asyncio.gather(*(attack() for _ in range(workers)))
-            is_over.set()
-            await asyncio.gather(*streams)
-        report.findings += await unsettled(target, idle)
-        report.memory.append(memory_of(await target.metrics()))
-    except* (OSError, AssertionError) as broken:
-        report.findings += [f"the run broke off: {error!r}" for error in broken.exceptions]
-    report.seconds = time.monotonic() - began
-    return report
+    async with asyncio.TaskGroup() as group:
+        streams = [group.create_task(stream(i)) for i in range(NUM_STREAMS)]
+        await asyncio.gather(*(attack() for _ in range(workers)))
+        is_over.set()
+        await asyncio.gather(*streams)
+    report.findings += await unsettled(target, idle)
+    report.memory.append(memory_of(await target.metrics()))
 
 
 async def check_ready(target: Target, url: str) -> None:

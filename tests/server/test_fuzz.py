@@ -9,7 +9,7 @@ import pytest
 
 from scripts.fuzz.bodies import Bodies
 from scripts.fuzz.judge import judge, read_answers
-from scripts.fuzz.run import Said, Unusable, fuzz
+from scripts.fuzz.run import Said, Target, Unusable, fuzz, stream_text
 from scripts.fuzz.values import right
 from scripts.fuzz.wire import Attempt, Wire
 from tests.engine_cpu.tiny_models import make_tiny
@@ -60,6 +60,33 @@ async def test_a_server_that_ends_on_the_way_is_a_finding(tmp_path) -> None:
         server.process.kill()
         report = await run
     assert any("the run broke off" in finding for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("received", "text"),
+    [
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n",
+            "ends within its chunks",
+        ),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "has no end: ''"),
+        (
+            b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {}}\n\ndata: [DONE]\n\n',
+            "a stream failed: .*error",
+        ),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\ndead", "500 dead"),
+        (b"", r"/v1/completions: \[\]"),
+    ],
+)
+async def test_what_a_dying_server_leaves_of_a_stream_is_said(
+    monkeypatch: pytest.MonkeyPatch, received: bytes, text: str
+) -> None:
+    async def send(self: Target, attempt: Attempt) -> bytes:
+        return received
+
+    monkeypatch.setattr(Target, "send", send)
+    with pytest.raises(AssertionError, match=text):
+        await stream_text(Target("http://a"), 0)
 
 
 def test_a_disturbed_stream_is_told_from_other_last_bits() -> None:
