@@ -49,7 +49,9 @@ class Deadline:
             return
         done = "finished" if has_started else "even started"
         limit = "its timeout" if self.is_own else "--request-timeout"
-        remedy = "ask for fewer tokens, or for a longer time" if has_started else "give it longer"
+        remedy = "ask for fewer tokens" if has_started else "give it longer"
+        if has_started and self.is_own:  # beyond --request-timeout nobody can ask for
+            remedy += ", or for a longer time"
         self.stream.fail(
             ApiError(
                 408,

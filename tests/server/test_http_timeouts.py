@@ -99,6 +99,10 @@ async def test_request_timeout_while_running(path: str, by_request: bool) -> Non
         status, headers, answer = await site.post_full(path, {**body, **fields})
         assert (status, answer["error"]["code"]) == (408, "request_timeout")
         assert headers["x-should-retry"] == "false"
+        advice = (
+            "ask for fewer tokens, or for a longer time" if by_request else "ask for fewer tokens"
+        )
+        assert answer["error"]["message"].endswith(f"; {advice}.")
         ids = {generate.req_id for generate in site.backend.generates}
         await eventually(lambda: site.backend.aborted == ids)
         assert await site.metric("vllm:e2e_request_latency_seconds_count") == 0
