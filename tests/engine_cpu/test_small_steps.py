@@ -31,6 +31,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "device_arch", lambda device=None: "sm_90a")
     monkeypatch.setattr(decoder_layers, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(naive_attention, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(small_steps, "MOST_ROWS", 4)
 
 
 def load(path: str, dtype: torch.dtype = BF16, fused: bool = True) -> Decoder:

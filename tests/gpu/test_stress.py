@@ -6,12 +6,15 @@ share beginnings, and the KV cache is small enough for preemptions.
 
 import gc
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from engine.api.messages import FinishReason
+from engine.models import small_steps
+from engine.ops import jit
 from tests.engine_cpu.harness import Collected, Harness
 from tests.engine_cpu.tiny_models import EOS_ID, make_tiny
 
@@ -105,22 +108,45 @@ def run_wave(harness: Harness, rng: np.random.Generator, first_id: int, count: i
     return [ends.count(reason) for reason in FinishReason]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_two_thousand_random_requests(model_dir: str, kv_cache_dtype: str) -> None:
+@dataclass(frozen=True)
+class Kind:
+    """Of an engine."""
+
+    kv_cache_dtype: str = "auto"
+    max_num_seqs: int = 48
+    num_blocks: int = 60
+    rows_in_one_kernel: int = 0  # small_steps.MOST_ROWS
+
+
+KINDS = {
+    "auto": Kind(),
+    "fp8": Kind(kv_cache_dtype="fp8"),
+    "few-rows-in-one-kernel": Kind(max_num_seqs=4, num_blocks=24, rows_in_one_kernel=4),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_two_thousand_random_requests(
+    model_dir: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_steps, "MOST_ROWS", kind.rows_in_one_kernel)
     harness = Harness(
         model_dir,
         load_format="dummy",
         dtype="bfloat16",
         device="cuda",
         overlap="on",
-        num_blocks=60,
+        num_blocks=kind.num_blocks,
         block_size=64,
-        max_num_seqs=48,
+        max_num_seqs=kind.max_num_seqs,
         max_num_batched_tokens=512,
         admission="greedy",
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=kind.kv_cache_dtype,
         check_invariants=False,
     )
+    graphs = harness.loop.runner.decode_graphs
+    on_hopper = jit.device_arch() == "sm_90a"
+    assert (graphs.small_steps is not None) == (kind.rows_in_one_kernel > 0 and on_hopper)
     rng = np.random.default_rng(20)
     sampler = harness.loop.runner.sampler
     gc.collect()
