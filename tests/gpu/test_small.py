@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.ops import jit
 from tests.engine_cpu.harness import Harness
 from tests.engine_cpu.test_equalities import MIXED_PARAMS
 from tests.engine_cpu.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.small]
 
+IN_ONE_KERNEL = "few-rows-in-one-kernel"  # needs as many numbers in each vector as the card has multiprocessors
 VARIANTS = {
     "head64": ("llama", {"dtype": "bfloat16"}, 64),
     "head128-norms": ("qwen3", {"dtype": "bfloat16"}, 128),
@@ -27,6 +29,7 @@ VARIANTS = {
     "fp8_e4m3": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, 128),
     "fp8_e5m2": ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8_e5m2"}, 64),
     "float32": ("qwen3", {"dtype": "float32"}, 64),
+    IN_ONE_KERNEL: ("qwen3", {"dtype": "bfloat16", "max_num_seqs": 4}, 64),
 }
 
 
@@ -38,7 +41,7 @@ def test_engine(name: str, mode: str, tmp_path: Path) -> None:
         family,
         tmp_path,
         tokenizer=False,
-        hidden_size=128,
+        hidden_size=256 if name == IN_ONE_KERNEL else 128,
         intermediate_size=256,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -48,11 +51,12 @@ def test_engine(name: str, mode: str, tmp_path: Path) -> None:
         model_dir,
         device="cuda",
         num_blocks=40,
-        max_num_seqs=9,
         max_num_batched_tokens=200,  # chunks, some of them long enough for the Hopper kernel
         enforce_eager=mode == "eager",
-        **settings,
+        **{"max_num_seqs": 9, **settings},
     )
+    if name == IN_ONE_KERNEL and mode == "graphs" and jit.device_arch() == "sm_90a":
+        assert harness.loop.runner.decode_graphs.small_steps is not None
     for i, params in enumerate(MIXED_PARAMS):
         prompt = [(7 * i + j) % 500 + 3 for j in range((1, 15, 16, 64, 65, 150, 300)[i % 7])]
         harness.add(i, prompt, max_tokens=12, logprobs=i % 3, **params)
