@@ -23,6 +23,7 @@ from engine.memory import GIB, GpuMemory, estimate_graphs, memory_for
 from engine.models.base import Model
 from engine.models.config import ModelConfig
 from engine.models.decoder import build_model
+from engine.models.small_steps import SmallSteps
 from engine.ops import jit
 from engine.ops.kernel_list import kernel_specs
 from engine.ops.nvrtc import KernelBuildError
@@ -201,7 +202,13 @@ def capture_graphs(runner: ModelRunner, resolved: Resolved, progress: Progress) 
     assert isinstance(sampler, DeviceSampler)
     assert runner.device_inputs is not None
     graphs = DecodeGraphs(
-        runner.model, attention, sampler, runner.table, resolved.max_num_seqs, resolved.device
+        runner.model,
+        attention,
+        sampler,
+        runner.table,
+        resolved.max_num_seqs,
+        resolved.device,
+        runner.small_steps,
     )
     graphs.capture(lambda fraction, what: progress(Phase.CAPTURING, fraction / 2, what))
     runner.decode_graphs = graphs
@@ -240,13 +247,15 @@ def make_runner(
         attention = PagedAttention(
             kv, distinct(model.attention_specs), max_rows, resolved.max_model_len, device
         )
-    return ModelRunner(
+    runner = ModelRunner(
         model,
         attention,
         DeviceSampler(max_rows + 1, model_config.vocab_size, model_config.eos_token_ids, device),
         RequestTable(max_rows + 1, max_blocks, device),
         DeviceInputs(resolved.max_num_batched_tokens, max_rows, device),
     )
+    runner.small_steps = SmallSteps.make(model, kv, device, graph_sizes(max_rows))
+    return runner
 
 
 def prompt_plan(lengths: list[int], first_row: int = 1) -> StepPlan:

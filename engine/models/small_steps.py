@@ -25,11 +25,16 @@ class SmallSteps:
     model: Decoder
     table: LayerTable
     scratch: Scratch
-    max_rows: int
+    sizes: list[int]  # numbers of rows that a step may have, ascending
 
     @classmethod
-    def make(cls, model: Model, kv: KVCache, device: torch.device) -> "SmallSteps | None":
-        """None where a kernel for each part of a layer is the better way, or the only one."""
+    def make(
+        cls, model: Model, kv: KVCache, device: torch.device, sizes: list[int]
+    ) -> "SmallSteps | None":
+        """For those of `sizes` for which it is the better way; None if there are none.
+
+        Steps are padded to these sizes, in a graph or not: how attention is split depends on padding rows, too.
+        """
         if (
             MOST_ROWS == 0
             or not isinstance(model, Decoder)
@@ -39,14 +44,17 @@ class SmallSteps:
         shape = shape_of(model, kv)
         num_blocks = decoder_layers.multiprocessors(device.index)
         max_rows = min(MOST_ROWS, MAX_ROWS, num_blocks // shape.num_kv_heads)
-        if not (decoder_layers.is_chosen(shape, num_blocks, max_rows) and takes(model, kv)):
+        sizes = [size for size in sizes if size <= max_rows]
+        if not (sizes and takes(model, kv)):
+            return None
+        if not decoder_layers.is_chosen(shape, num_blocks, sizes[-1]):
             return None
         layers = [layer_of(layer, kv) for layer in model.layers]
         table = LayerTable.make(shape, layers)
-        return cls(model, table, Scratch.allocate(shape, num_blocks, device), max_rows)
+        return cls(model, table, Scratch.allocate(shape, num_blocks, device), sizes)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """As Model.forward, for a decode step of up to `max_rows` rows on the device; attention is not planned."""
+        """As Model.forward, for a decode step of one of `sizes`, its inputs on the device; attention is not planned."""
         model, spec = self.model, self.model.spec
         assert model.embedding.table is not None
         assert inputs.rows_device is not None

@@ -61,6 +61,7 @@ class DecodeGraphs:
         table: RequestTable,
         max_batch: int,
         device: torch.device,
+        small_steps: SmallSteps | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -72,8 +73,7 @@ class DecodeGraphs:
         self.memory = StepMemory(staged_size(max_batch, self.max_updates), max_batch, device)
         self.inputs = DecodeInputs.allocate(max_batch, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        on_gpu = device.type == "cuda"  # tests of the order of things capture nothing
-        self.small_steps = SmallSteps.make(model, attention.kv, device) if on_gpu else None
+        self.small_steps = small_steps
         self.logits: Tensor | None = None  # [max_batch, vocab_size], of all sizes: they run in turn
 
     def can_run(self, plan: StepPlan) -> bool:
@@ -127,7 +127,7 @@ class DecodeGraphs:
             self.attention.kv.block_size,
         )
         inputs = self.step_inputs(size)
-        if self.small_steps is not None and size <= self.small_steps.max_rows:
+        if self.small_steps is not None and size in self.small_steps.sizes:
             hidden = self.small_steps.forward(inputs)
         else:
             self.attention.plan_on_device(inputs.seq_lens_device, inputs.rows_device, size)

@@ -35,24 +35,33 @@ class DeviceInputs:
     def make(
         self, plan: StepPlan, table: RequestTable, block_size: int, min_tokens: int = 1
     ) -> StepInputs:
-        """Device inputs of `plan`, padded to `min_tokens`; brings the device's block table up to date, too."""
+        """Device inputs of `plan`, padded to `min_tokens`; brings the device's block table up to date, too.
+
+        Padding tokens of a decode step are rows as prepare_decode makes them: of one token, of the dummy row 0.
+        """
         decodes = plan.num_decodes
         tokens = self.host_tokens(plan, table, block_size, min_tokens)
         seq_lens = plan.num_computed + plan.num_tokens
         decode_rows = plan.rows[:decodes].astype(np.int64)
+        rows, lens = plan.rows, seq_lens
+        if plan.is_decode and decodes < min_tokens:
+            padding = (0, min_tokens - decodes)
+            rows, lens = np.pad(rows, padding), np.pad(lens, padding, constant_values=1)
         updates = table_updates(plan)
         are_few = len(updates) <= self.most_updates
-        ids, positions, slots, logits, decode_ids, rows, lens, changes = self.staging.upload(
-            [
-                tokens.input_ids.numpy(),
-                tokens.positions.numpy(),
-                tokens.slot_mapping.numpy(),
-                tokens.logits_indices.numpy(),
-                decode_rows,
-                plan.rows,
-                seq_lens,
-                updates if are_few else updates[:0],
-            ]
+        ids, positions, slots, logits, decode_ids, rows_device, lens_device, changes = (
+            self.staging.upload(
+                [
+                    tokens.input_ids.numpy(),
+                    tokens.positions.numpy(),
+                    tokens.slot_mapping.numpy(),
+                    tokens.logits_indices.numpy(),
+                    decode_rows,
+                    rows,
+                    lens,
+                    updates if are_few else updates[:0],
+                ]
+            )
         )
         if not are_few:
             changes = staged(updates, self.device).to(self.device, non_blocking=True)
@@ -72,8 +81,8 @@ class DeviceInputs:
             query_start=plan.query_start,
             seq_lens=seq_lens.tolist(),
             block_ids=table.block_ids[:0],
-            rows_device=rows,
-            seq_lens_device=lens,
+            rows_device=rows_device,
+            seq_lens_device=lens_device,
         )
 
     def host_tokens(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionSpec, StepInputs
 from engine.models.base import Model
+from engine.models.small_steps import SmallSteps
 from engine.ops.prepare_inputs import prepare_inputs
 from engine.plan import StepPlan, StepResult
 from engine.runner.chunk_graphs import ChunkGraphs, padded_tokens
@@ -84,6 +85,7 @@ class ModelRunner:
         self.host_blocks: HostBlocks | None = None  # with --swap-space
         self.token_sizes: list[int] = []  # that steps with chunks are padded to
         self.chunk_graphs: ChunkGraphs | None = None
+        self.small_steps: SmallSteps | None = None  # decode steps without a graph take it, too
         self.specs = distinct(model.attention_specs)
         self.constraints = RowConstraints(sampler.table.vocab_size, sampler.table.eos_token_ids)
 
@@ -166,6 +168,9 @@ class ModelRunner:
         inputs = self.step_inputs(plan)
         takes_all = plan.is_decode or bool(plan.prompt_spans)
         wanted = None if takes_all else inputs.logits_indices
+        steps = self.small_steps
+        if steps is not None and plan.is_decode and len(inputs.input_ids) in steps.sizes:
+            return steps.forward(inputs), inputs.logits_indices
         graphs = self.chunk_graphs
         if graphs is None or plan.is_decode or not graphs.can_run(len(inputs.input_ids)):
             self.attention.plan(inputs, self.specs)
@@ -191,7 +196,10 @@ class ModelRunner:
         """Inputs of a step, but for a captured decode step. On a GPU padded as a captured one would be."""
         block_size = self.attention.kv.block_size
         if self.device_inputs is not None:
-            size = 1 if plan.is_decode else padded_tokens(plan.total_tokens, self.token_sizes)
+            sizes = self.token_sizes
+            if plan.is_decode:
+                sizes = [] if self.small_steps is None else self.small_steps.sizes
+            size = padded_tokens(plan.total_tokens, sizes)
             return self.device_inputs.make(plan, self.table, block_size, size)
         tokens = prepare_inputs(
             plan.rows,

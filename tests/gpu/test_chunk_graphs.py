@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from engine.models import small_steps
 from tests.engine_cpu.test_decode_graphs import FULL, PLAIN
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.test_engine import SHAPE, build, prompts
@@ -19,12 +18,6 @@ VARIANTS = {
     "float32": ("qwen3", {"dtype": "float32"}, 64),
 }
 PRESSURE = {"num_blocks": 40, "admission": "greedy", "max_num_batched_tokens": 96}
-
-
-@pytest.fixture(autouse=True)
-def bits_that_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers in one kernel give decode graphs other bits than the same step has without a graph."""
-    monkeypatch.setattr(small_steps, "MOST_ROWS", 0)
 
 
 @pytest.mark.parametrize("settings", [{}, PRESSURE], ids=["whole", "chunks-preempted"])

@@ -63,14 +63,22 @@ def test_a_graph_samples_as_an_eager_step_does(model_dir, kinds, dtype):
     assert any(plain < size for size, plain in compared) == (kinds is not PLAIN)
 
 
+@pytest.mark.parametrize("most_rows", [0, small_steps.MOST_ROWS])
+@pytest.mark.parametrize("max_num_seqs", [1, 5])
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_requests_get_the_tokens_of_their_slots(model_dir, overlap, monkeypatch):
-    """Alone and deterministic: 8 rows or fewer give a row the same bits as an eager step, layer by layer."""
-    monkeypatch.setattr(small_steps, "MOST_ROWS", 0)
+def test_requests_get_the_tokens_of_their_slots(
+    model_dir, overlap, max_num_seqs, most_rows, monkeypatch
+):
+    """8 rows or fewer give a row the same bits as an eager step, layer by layer or all layers in one kernel."""
+    monkeypatch.setattr(small_steps, "MOST_ROWS", most_rows)
     answers = []
     for enforce_eager in (False, True):
         harness = build(
-            model_dir, overlap=overlap, enforce_eager=enforce_eager, max_num_seqs=1, num_blocks=64
+            model_dir,
+            overlap=overlap,
+            enforce_eager=enforce_eager,
+            max_num_seqs=max_num_seqs,
+            num_blocks=64,
         )
         for i, prompt in enumerate(prompts(9, seed=22, high=80)):
             harness.add(i + 1, prompt, max_tokens=70, **(PLAIN + FULL)[i])

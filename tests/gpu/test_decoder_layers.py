@@ -114,9 +114,9 @@ def test_decode_steps_of_an_engine(tmp_path, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(small_steps, "MOST_ROWS", 8)
     path = make_tiny(name, tmp_path, **SHAPE)
     harness = build(path, max_num_seqs=12, max_num_batched_tokens=256)
-    steps = harness.loop.runner.decode_graphs.small_steps
+    steps = harness.loop.runner.small_steps
     assert steps is not None
-    assert steps.max_rows == small_steps.MOST_ROWS
+    assert steps.sizes == [1, 2, 4, 8]
     everyone = prompts(12, seed=31)
     for i, prompt in enumerate(everyone):
         harness.add(i, prompt, max_tokens=16 + 5 * i, logprobs=1)

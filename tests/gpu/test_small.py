@@ -19,7 +19,8 @@ from tests.engine_cpu.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.small]
 
-IN_ONE_KERNEL = "few-rows-in-one-kernel"  # needs as many numbers in each vector as the card has multiprocessors
+# its vectors need as many numbers as the card has multiprocessors
+IN_ONE_KERNEL = "few-rows-in-one-kernel"
 VARIANTS = {
     "head64": ("llama", {"dtype": "bfloat16"}, 64),
     "head128-norms": ("qwen3", {"dtype": "bfloat16"}, 128),
@@ -55,8 +56,8 @@ def test_engine(name: str, mode: str, tmp_path: Path) -> None:
         enforce_eager=mode == "eager",
         **{"max_num_seqs": 9, **settings},
     )
-    if name == IN_ONE_KERNEL and mode == "graphs" and jit.device_arch() == "sm_90a":
-        assert harness.loop.runner.decode_graphs.small_steps is not None
+    if name == IN_ONE_KERNEL and jit.device_arch() == "sm_90a":
+        assert harness.loop.runner.small_steps is not None
     for i, params in enumerate(MIXED_PARAMS):
         prompt = [(7 * i + j) % 500 + 3 for j in range((1, 15, 16, 64, 65, 150, 300)[i % 7])]
         harness.add(i, prompt, max_tokens=12, logprobs=i % 3, **params)
