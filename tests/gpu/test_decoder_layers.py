@@ -11,7 +11,7 @@ from engine.ops import decoder_layers, jit
 from engine.ops.decoder_layers import Shape
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.test_engine import SHAPE, build, check_against_transformers, prompts
-from tests.kernels.decoder_layers_cases import Step
+from tests.kernels.decoder_layers_cases import POISONS, Step
 
 pytestmark = pytest.mark.gpu
 Record = Callable[[Callable[[], object]], Callable[[], None]]
@@ -107,6 +107,30 @@ def test_all_sorts_of_steps_in_a_row() -> None:
         high = generator.choice([200, 1000, 5000])
         one.draw([int(generator.integers(1, min(n, high) + 1)) for n in one.longest])
         run(one)
+
+
+@pytest.mark.parametrize("place", POISONS)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
+def test_bad_numbers_are_not_waited_for(shape: Shape, place: str) -> None:
+    """A NaN of a row or a weight, whatever its bits, leaves the kernel as another NaN than "not there yet": rows of
+    one part and of several. Where it does not, the kernel would hang; built so, it traps."""
+    lens = [3000, 17, 1, 700]
+    step = step_of(shape, lens, has_bias=True, has_qk_norm=True)
+    spec, before = step.spec(SLUICE_TRAP=1), step.hidden.clone()
+    step.launch(before, spec)
+    weight = getattr(step.table.layers[0], place, None)
+    healthy = None if weight is None else weight.clone()
+    bad = step.poison(place)
+    hidden = step.hidden.clone()
+    step.launch(hidden, spec)
+    assert hidden.isnan().any(-1).nonzero().flatten().tolist() == bad
+    others = [row for row in range(len(lens)) if row not in bad]
+    assert torch.equal(hidden[others].view(torch.int16), before[others].view(torch.int16))
+    assert step.scratch.is_clean()
+    if healthy is not None:
+        weight.copy_(healthy)
+    step.draw(lens)
+    run(step)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_biases", "qwen2", "qwen3"])

@@ -13,6 +13,7 @@ from engine.ops import decoder_layers, jit
 from engine.ops.decoder_layers import Layer, LayerTable, Scratch, Shape
 
 EPS = 1e-6
+POISONS = ("hidden", "infinity", "keys", "values", "qkv", "gate_up", "output_bias", "qk_norm")
 
 
 @dataclass
@@ -111,6 +112,24 @@ class Step:
                     for i in range(-(-(length - 1) // size)):
                         filled = min(size, length - 1 - i * size)
                         cache[blocks[i], :, :filled] = numbers[blocks[i], :, :filled]
+
+    def poison(self, place: str) -> list[int]:
+        """Put NaN of the bits that stand for "not there yet", or infinity, into the first layer's numbers. Returns
+        the rows that go bad. The first row is longer than one token, and there are biases and weights of norms."""
+        layer, block = self.table.layers[0], int(self.block_table[self.rows[0], 0])
+        if place == "infinity":
+            self.hidden[0] = torch.inf
+            return [0]
+        of_first_row = {
+            "hidden": self.hidden[0],
+            "keys": layer.k_cache[block, :, 0],
+            "values": layer.v_cache[block, :, 0],
+        }
+        if place in of_first_row:
+            of_first_row[place].view(torch.int16).fill_(-1)
+            return [0]
+        getattr(layer, place)[-1:].view(torch.int16).fill_(-1)
+        return list(range(len(self.hidden)))
 
     def spec(self, smem_bytes: int = decoder_layers.SMEM_LIMIT, **defines: int) -> jit.VariantSpec:
         """`smem_bytes`: with little of it the ring soon comes round."""

@@ -6,7 +6,7 @@ import torch
 from engine.ops import decoder_layers
 from engine.ops.decoder_layers import Layer, Shape
 from tests.kernels import emulator
-from tests.kernels.decoder_layers_cases import Step
+from tests.kernels.decoder_layers_cases import POISONS, Step
 from tests.kernels.emulator import emulated
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
@@ -92,6 +92,24 @@ def test_fewer_rows_than_before() -> None:
     one.scratch = five.scratch
     for step in (five, one, five):
         run(step)
+
+
+@pytest.mark.parametrize("place", POISONS)
+def test_bad_numbers_are_not_waited_for(place: str) -> None:
+    """A NaN of a row or a weight, whatever its bits, leaves the kernel as another NaN than "not there yet"."""
+    step = Step(NARROW, [20, 7], num_blocks=3, has_bias=True, has_qk_norm=True)
+    weight = getattr(step.table.layers[0], place, None)
+    healthy = None if weight is None else weight.clone()
+    bad = step.poison(place)
+    hidden = step.hidden.clone()
+    with emulated(decoder_layers):
+        step.launch(hidden, step.spec(1 << 19, CLUSTER=step.num_blocks))
+    assert hidden.isnan().any(-1).nonzero().flatten().tolist() == bad
+    assert step.scratch.is_clean()
+    if healthy is not None:
+        weight.copy_(healthy)
+    step.draw([20, 7])
+    run(step)
 
 
 def test_what_is_supported() -> None:
