@@ -23,6 +23,7 @@
 //   -DTHREADS=n                  of these warpgroups, and 32 or 128 that fetch
 //   -DSTAGES=n -DCLUSTER=1|2|4
 //   -DNORMED=0|1 -DGATED=0|1 -DRESIDUAL=0|1
+//   -DFLOAT_OUT=0|1              results are not rounded
 #include "common/dtype.cuh"
 #include "common/cluster.cuh"
 #include "common/cluster_send.cuh"
@@ -36,6 +37,12 @@ constexpr int CHUNK = 64;  // columns
 constexpr int ROWS = 64 * WARPGROUPS * HEIGHTS;
 constexpr int X_BYTES = ROWS * 128, W_BYTES = TILE * 128, STAGE = X_BYTES + W_BYTES;
 constexpr bool SPLIT = CLUSTER > 1;
+#if FLOAT_OUT
+typedef float out_t;
+#else
+typedef scalar_t out_t;
+#endif
+static_assert(!(FLOAT_OUT && RESIDUAL), "a residual has no other type than the result");
 
 constexpr int BLENDED = GATED ? 2 : 1;               // octets of sums for one of outputs: gate and up, or itself
 constexpr int OCTETS = TILE / 8;                     // of a warpgroup's sums; a lane has 4 numbers of each
@@ -97,7 +104,7 @@ struct Share {
 };
 
 struct Params {
-  scalar_t* out;             // [m, outputs]
+  out_t* out;                // [m, outputs]
   const scalar_t* residual;  // the same; may be `out`
   const scalar_t* bias;      // [n] or null
   int m, n, out_stride, residual_stride;
@@ -219,12 +226,19 @@ DEV void write(const Params& p, const Quartet& q, const float* sums, const float
         }
         y[e] = GATED ? silu(parts[0]) * parts[BLENDED - 1] : parts[0];
       }
+      if (FLOAT_OUT) {  // the four lanes of a quad store 32 bytes next to each other
+        const int row = q.lane_row(lower), column = q.column + 8 * i;
+        if (row < p.m && column < p.n / BLENDED)
+          *(float2*)((float*)p.out + (i64)row * p.out_stride + column + 2 * t) = make_float2(y[0], y[1]);
+        continue;
+      }
       unpack2(words[i], added[0], added[1]);
       words[i] = RESIDUAL ? pack2(y[0] + added[0], y[1] + added[1]) : pack2(y[0], y[1]);
     }
+    if (FLOAT_OUT) continue;
     transpose_quad(words, t);
     if (q.is_inside(p, lower))
-      store16(p.out + (i64)q.lane_row(lower) * p.out_stride + q.lane_column(), make_uint4(words[0], words[1], words[2], words[3]));
+      store16((scalar_t*)p.out + (i64)q.lane_row(lower) * p.out_stride + q.lane_column(), make_uint4(words[0], words[1], words[2], words[3]));
   }
 }
 
@@ -397,7 +411,7 @@ DEV void consume(const Params& p, const Ring& ring, const Share& share) {
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM) wide_gemm_sm90(
     const __grid_constant__ TensorMap w_map,  // [n, k], box [TILE, CHUNK]
     const __grid_constant__ TensorMap x_map,  // [m, k], box [m, CHUNK]
-    scalar_t* out,                            // [m, n], gated: [m, n / 2]; rows at multiples of 16 bytes
+    out_t* out,                               // [m, n], gated: [m, n / 2]; rows at multiples of 16 bytes
     const scalar_t* residual,                 // the same, or null
     const scalar_t* bias,                     // [n] or null
     int m, int n, int k, int out_stride, int residual_stride,

@@ -33,6 +33,7 @@ DEV float fp16_to_float(u16 x) {
   return (float)h;
 }
 DEV u16 float_to_fp16(float x) {
+  if (x != x) return 0x7fff;  // a GPU's, whatever the sign and the bits
   const _Float16 h = (_Float16)x;
   u16 bits;
   __builtin_memcpy(&bits, &h, 2);

@@ -43,7 +43,8 @@ class SmallSteps:
             return None
         shape = shape_of(model, kv)
         num_blocks = decoder_layers.multiprocessors(device.index)
-        max_rows = min(MOST_ROWS, MAX_ROWS, num_blocks // shape.num_kv_heads)
+        # with a part each, a long row among short ones would be one block's for each KV head
+        max_rows = min(MOST_ROWS, MAX_ROWS, num_blocks // (2 * shape.num_kv_heads))
         sizes = [size for size in sizes if size <= max_rows]
         if not (sizes and takes(model, kv)):
             return None

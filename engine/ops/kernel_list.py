@@ -9,8 +9,8 @@ from engine.ops import (
     decoder_layers,
     embed_tokens,
     gated_gemm_sm90,
+    linear,
     logprobs_cuda,
-    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
@@ -21,7 +21,6 @@ from engine.ops import (
     rope_and_cache,
     sample_cuda,
     skinny_gemm,
-    wide_gemm_sm90,
 )
 from engine.ops.jit import KernelConfig, VariantSpec
 
@@ -31,8 +30,8 @@ OPS = (
     decoder_layers,
     embed_tokens,
     gated_gemm_sm90,
+    linear,
     logprobs_cuda,
-    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
@@ -43,7 +42,6 @@ OPS = (
     rope_and_cache,
     sample_cuda,
     skinny_gemm,
-    wide_gemm_sm90,
 )
 
 

@@ -19,31 +19,31 @@ torch doing so at every call. That is 1.3 to 2.3 times faster for a few rows, an
 the result is the same, bit for bit, whatever the other rows are (the runner pads a lone row to two).
 Neither holds where oneDNN is missing and W is left as it is.
 
-On a GPU products go to one of our own kernels where it is known to be faster, else to torch's library; `fastest`
-chooses. For few rows our kernels do all in one launch. For many there is one for gated products, with a kernel
-for the norm in front. The library has kernels for the norm in front, and for gate and residual behind.
+On a GPU products go to one of our own kernels where it is faster by all that is known, else to torch's library;
+`fastest` chooses. For few rows our kernels do all in one launch. For many there is one for gated products, with a
+kernel for the norm in front. The library has kernels for the norm in front, and for gate and residual behind.
 """
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import gated_gemm_sm90 as gated_gemm
-from engine.ops import narrow_gemm as narrow
+from engine.ops import jit
 from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
 from engine.ops.fused_product import is_aligned
+from engine.ops.hopper import Device, device_of, devices_of
 from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
+WIDE_ROWS = 64  # up to so many wide_gemm_sm90 is never slower than the library by more than 1%, whatever the product
 MOST_FEW_ROWS = wide.ROWS[-1]  # no kernel for few rows takes more
-# Of a gated product: for so many rows the norm's kernel and gated_gemm_sm90 take less time together than
-# wide_gemm_sm90, which norms on the way. On an H200, at 256 rows of a 0.5B model: 14.2 and 15.7 us.
-FEWEST_ROWS_BEFORE_WIDE = 241
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def linear_float32(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tens
     """See the module's contract."""
     if not x.is_cuda:
         return linear(x, weight).float()
-    kernel = kernel_for(x, weight, is_surrounded=False, is_gate_alone=False)
+    kernel = kernel_for(x, weight)
     if kernel is not None:
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
@@ -77,9 +77,9 @@ def fused_linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract."""
-    is_surrounded = norm_eps is not None or gated or residual is not None
-    is_gate_alone = gated and bias is None and residual is None
-    kernel = kernel_for(x, w, is_surrounded, is_gate_alone)
+    kernel = kernel_for(
+        x, w, norm_eps is not None, gated, residual is not None, has_bias=bias is not None
+    )
     if kernel is not None:
         return kernel(x, w, bias, residual, norm_eps=norm_eps, gated=gated, residual=residual)
     if norm_eps is not None:
@@ -93,14 +93,20 @@ def fused_linear(
 
 
 def kernel_for(
-    x: Tensor, w: Tensor, is_surrounded: bool, is_gate_alone: bool
+    x: Tensor,
+    w: Tensor,
+    normed: bool = False,
+    gated: bool = False,
+    residual: bool = False,
+    has_bias: bool = False,
 ) -> Callable[..., Tensor] | None:
     """What of ours computes this product, with the signature of fused_product.reference; None: torch's
     library is faster, or the only one that takes such tensors. See `fastest`."""
     if not x.is_cuda or w.dtype != x.dtype:
         return None
     m = min(x.shape[0], MOST_FEW_ROWS + 1)  # more are all alike
-    kernel = fastest(m, *w.shape, x.dtype, x.device.index, is_surrounded, is_gate_alone)
+    device = device_of(x.device.index)
+    kernel = fastest(m, *w.shape, x.dtype, device, normed, gated, residual, has_bias)
     if kernel is None or not (w.is_contiguous() and is_aligned(x) and is_aligned(w)):
         return None
     return kernel
@@ -112,29 +118,66 @@ def fastest(
     n: int,
     k: int,
     dtype: torch.dtype,
-    device: int | None,
-    is_surrounded: bool,
-    is_gate_alone: bool,
+    device: Device,
+    normed: bool = False,
+    gated: bool = False,
+    residual: bool = False,
+    has_bias: bool = False,
 ) -> Callable[..., Tensor] | None:
-    """For x [m, k] and W [n, k]; None: torch's library.
+    """For x [m, k] and W [n, k], and what surrounds them; None: torch's library.
 
-    `is_surrounded`: there is a norm, a gate or a residual. A product with nothing around it is a model's
-    head, mostly: to read its large W for more than a few rows, the library takes no longer.
-
-    `is_gate_alone`: gated, without bias and residual, with or without a norm. Such products of many rows
-    are gated_gemm_sm90's, which has a kernel for the norm in front: it comes after the kernels for few rows,
-    which norm on the way, but for the last rows of wide_gemm_sm90's."""
-    if skinny.is_chosen(m, n, k, dtype, device):
+    Each kernel's time was measured for the products of ten models, 0.1 to 14B, at 22 numbers of rows from 1 to 256 in
+    chains of dependent launches on an H200, and estimates were fitted to that. What is chosen took 1.01 times as
+    long as the fastest, in the mean. Products of more than WIDE_ROWS rows with nothing around them, a model's head
+    mostly, are the library's: to store their results takes the others longer."""
+    if skinny.is_chosen(m, n, k, dtype, device.has_clusters):
         return skinny.skinny_gemm
-    if narrow.is_chosen(m, n, k, dtype, device):
-        return narrow.narrow_gemm
-    if not is_surrounded:
+    if not device.has_clusters:
         return None
-    takes_gate = is_gate_alone and gated_gemm.is_chosen(m, n, k, dtype, device)
-    is_wide = wide.is_chosen(m, n, k, dtype, device)
-    if takes_gate and (not is_wide or m >= FEWEST_ROWS_BEFORE_WIDE):
-        return norm_and_gated_gemm
-    return wide.wide_gemm_sm90 if is_wide else None
+    is_wide = wide.supports(m, n, k, dtype)
+    # gated_gemm_sm90 has neither; the norm has a kernel in front
+    is_gate_alone = gated and not (residual or has_bias)
+    is_gated = is_gate_alone and m >= gated_gemm.FEWEST_ROWS and gated_gemm.supports(m, n, k, dtype)
+    if is_wide and m <= WIDE_ROWS:
+        return wide.wide_gemm_sm90
+    if m > MOST_FEW_ROWS:
+        return norm_and_gated_gemm if is_gated else None
+    if not (normed or gated or residual):
+        return None
+    times: dict[Callable[..., Tensor] | None, float] = {None: library_us(m, n, k, normed, gated)}
+    if is_wide:
+        rows = wide.rows_for(m)
+        times[wide.wide_gemm_sm90] = wide.least_us(rows, n, k, device, gated, normed)
+    if is_gated:
+        times[norm_and_gated_gemm] = gated_gemm.estimate(m, n, k, device)
+    return min(times, key=lambda kernel: times[kernel])
+
+
+def library_us(m: int, n: int, k: int, normed: bool, gated: bool) -> float:
+    """Microseconds of the library for 65 to 256 rows, with its kernels in front and behind: 7% off in the mean, and 3%
+    more than measured, so that ours, which start early, are taken where both are alike."""
+    m = -(-m // 64) * 64  # of its tiles
+    products = 0.309e-3 * k + 0.338e-6 * n * k + 1.15e-9 * m * n * k + 2.11e-6 * m * k
+    return 3.5 + products + 1.71 * normed + 1.31e-6 * m * n * gated
+
+
+def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
+    """wide_gemm_sm90's variants for a decoder's products, where it is chosen on the current device or, if
+    config.arch is given, on a card of that architecture."""
+    cases = product(
+        [device for device in devices_of(config.arch) if device.has_clusters],
+        wide.products_of(config),
+        range(1, MOST_FEW_ROWS + 1),
+        (False, True),
+    )
+    found = dict.fromkeys(
+        (p, wide.rows_for(m), device)
+        for device, p, m, has_bias in cases
+        if fastest(m, p.n, p.k, config.dtype, device, p.normed, p.gated, p.residual, has_bias)
+        is wide.wide_gemm_sm90
+    )
+    variants = [wide.variant_of(p, rows, config.dtype, device) for p, rows, device in found]
+    return [spec for i, spec in enumerate(variants) if spec not in variants[:i]]
 
 
 def norm_and_gated_gemm(

@@ -26,13 +26,10 @@ from engine.ops import fused_product, jit
 
 MAX_ROWS = 32
 
-# Up to how many rows of x `linear` takes this kernel: on any device, and on Hopper where W has so many bytes.
-# There narrow_gemm takes over, up to 16 rows. Measured in chains of dependent launches on an H200.
+# Up to how many rows of x `linear` takes this kernel; of a long and small W on Hopper, where wide_gemm_sm90 splits K:
+# so many columns for each row of W, and no more bytes. Measured in chains of dependent launches on an H200.
 DISPATCH_ROWS = 8
-FEW_BYTES = range(6 << 20, 24 << 20)
-FEW_ROWS = 3  # for these; if K > N, none
-MANY_BYTES = range(28 << 20, 200 << 20)
-MANY_ROWS = 16  # for these
+LONG, SMALL_W, LONG_ROWS = 3, 40 << 20, 4
 
 WARPS = 8
 CHUNK = 64  # columns that a warp multiplies at once
@@ -177,17 +174,15 @@ def launch(
     )
 
 
-def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, device: int | None) -> bool:
-    """Whether this kernel is the fastest for x [m, k], W [n, k] on a CUDA device."""
-    return m <= most_rows(n, k, is_hopper(device)) and supports(m, n, k, dtype)
+def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, on_hopper: bool) -> bool:
+    """Whether this kernel is the fastest for x [m, k], W [n, k]."""
+    return m <= most_rows(n, k, on_hopper) and supports(m, n, k, dtype)
 
 
 def most_rows(n: int, k: int, on_hopper: bool) -> int:
     """Up to how many rows of x this kernel is the fastest for W [n, k]."""
-    nbytes = 2 * n * k
-    if on_hopper and nbytes in FEW_BYTES:
-        return 0 if k > n else FEW_ROWS
-    return MANY_ROWS if on_hopper and nbytes in MANY_BYTES else DISPATCH_ROWS
+    is_long = k > LONG * n and 2 * n * k < SMALL_W and n % 8 == 0
+    return LONG_ROWS if on_hopper and is_long else DISPATCH_ROWS
 
 
 def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
@@ -300,7 +295,7 @@ def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
 
 
 def decoder_products(config: jit.KernelConfig) -> list[Product]:
-    """Those that this kernel is chosen for, for each width of x."""
+    """Those that this kernel is chosen for."""
     hidden, inner, attention = (
         config.hidden_size,
         config.intermediate_size,
@@ -308,21 +303,12 @@ def decoder_products(config: jit.KernelConfig) -> list[Product]:
     )
     qkv = attention + 2 * config.num_kv_heads * config.head_dim
     gated = fused_product.can_interleave(2 * inner)
-    on_hopper = is_hopper() if config.arch is None else config.arch == "sm_90a"
     return [
-        product
-        for columns, least_rows in ((1, 1), (2, 9))
-        for product in (
-            *(Product(columns, qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
-            Product(columns, hidden, attention),
-            *(
-                Product(columns, 2 * inner, hidden, gated, n)
-                for n in fused_product.norms(config.dtype)
-            ),
-            Product(columns, hidden, inner),
-            Product(columns, config.vocab_size, hidden, float_out=True),
-        )
-        if least_rows <= most_rows(product.n, product.k, on_hopper)
+        *(Product(1, qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
+        Product(1, hidden, attention),
+        *(Product(1, 2 * inner, hidden, gated, n) for n in fused_product.norms(config.dtype)),
+        Product(1, hidden, inner),
+        Product(1, config.vocab_size, hidden, float_out=True),
     ]
 
 

@@ -8,7 +8,7 @@ Contract, besides engine/ops/fused_product.py's
               kernel launched right before this one must not have written it (cuda/common/dependent_launch.cuh)
     bias      [N] of x's dtype, contiguous, at a multiple of 4 bytes, or None
     residual  of the result's shape and x's dtype, last dimension contiguous, rows at multiples of 16 bytes
-    out       likewise, if given
+    out       likewise, if given; without a residual it may be float32, with rows at multiples of 32 bytes
 
 A row of the result depends on its own row of x alone, and the same call gives the same bits every time.
 How sums are grouped depends on the plan, that is on N, K, norm and gate, the device, and M
@@ -29,20 +29,10 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_product, jit
-from engine.ops.narrow_gemm import Device, device_of, devices_of
+from engine.ops.hopper import Device, device_of
 from engine.ops.tensor_map import tensor_map
 
 MAX_BYTES = 1 << 33  # of W, so that the kernel can count its elements in 32 bits
-
-# Where `linear` takes this kernel and not torch's library, whose product then has kernels in front and behind:
-# rows of x, and bytes of W from and to. Measured in chains of dependent launches and in decode steps on an H200.
-# Fewer rows are narrow_gemm's and skinny_gemm's, the last ones of a gated product gated_gemm_sm90's.
-MIB = 1 << 20
-CHOSEN = (
-    (range(17, 65), range(MAX_BYTES)),
-    (range(65, 257), range(24 * MIB)),
-    (range(65, 193), range(64 * MIB, MAX_BYTES)),
-)
 
 ROWS = (32, 64, 128, 192, 256)  # of x, up to which plans are made
 CHUNK = 64  # columns of x and W that a stage holds
@@ -53,21 +43,20 @@ MAX_STAGES = 12
 ALIGNMENT = 1024  # bytes that aligning the stages in shared memory may take
 LEFT_OVER = 8 << 10  # bytes of shared memory that no block takes, for small kernels
 
-# What estimates are made of: fitted to 460 timed plans of the products of a 7B and a 0.5B model at 32 to 256 rows,
-# in chains of dependent launches on an H200. The plans that they choose took 1.006 times as long as the fastest
-# ones in the mean, 1.04 at most.
-MEMORY_RATE = 31.8e3  # bytes of W a microsecond, of one SM if all read
+# What estimates are made of: fitted to 840 timed plans of the products of ten models, 0.1 to 14B, at 64, 128 and 256
+# rows in chains of dependent launches on an H200. The plans that they choose took 1.003 times as long as the fastest
+# ones in the mean, 1.08 at most; fitted to six of the models, 1.005 and 1.08 for the other four.
+MEMORY_RATE = 40.5e3  # bytes of W a microsecond, of one SM if all read
 CYCLES_PER_US = 1750.0
-CHUNK_US = 0.155  # to wait for a chunk, start its products and free its stage
-PRODUCTS_SHOW = 0.65  # of the time that tensor cores take; the rest is hidden in CHUNK_US
-NORM_US = 0.055  # to add up the squares of 64 rows of x in a chunk
-LATENCY_US = 1.7  # from freeing a stage until its next chunk is there
-OVERLAP = 0.22  # of the shorter of two things that go on at a time shows
-EXCHANGE_US = 0.4  # for the blocks of a cluster to wait for each other's sums
-EXCHANGE_RATE = 20e3  # bytes of sums a microsecond
-CROWDED_US = (
-    1.0  # if blocks of whole tiles take more than half of an SM: the next kernel's start later
-)
+CHUNK_US = 0.093  # to wait for a chunk, start its products and free its stage
+PRODUCTS_SHOW = 0.66  # of the time that tensor cores take; the rest is hidden in CHUNK_US
+NORM_US = 0.098  # to add up the squares of 64 rows of x in a chunk
+LATENCY_US = 1.69  # from freeing a stage until its next chunk is there
+OVERLAP = 0.445  # of the shorter of two things that go on at a time shows
+EXCHANGE_US = 0.28  # for the blocks of a cluster to wait for each other's sums
+EXCHANGE_RATE = 14.4e3  # bytes of sums a microsecond
+CROWDED_US = 0.77  # if a block takes more than half of an SM: the next kernel's start later
+START_US = 1.16  # of any product that is started early
 
 
 @dataclass(frozen=True)
@@ -183,7 +172,8 @@ def launch(
     """The product by a given plan, for tensors within the contract."""
     m, (n, k) = x.shape[0], w.shape
     residual_stride = 0 if residual is None else residual.stride(0)
-    load(plan, x.dtype, norm_eps is not None, residual is not None)(
+    is_float = out.dtype is torch.float32
+    load(plan, x.dtype, norm_eps is not None, residual is not None, is_float)(
         (plan.grid,),
         (plan.threads,),
         (
@@ -212,15 +202,6 @@ def supports(m: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return fits and 2 * n * k < MAX_BYTES and dtype in (torch.bfloat16, torch.float16)
 
 
-def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, device: int | None) -> bool:
-    """Whether this kernel is the fastest for x [m, k], W [n, k] on a CUDA device, and what surrounds them."""
-    return pays(m, n, k) and supports(m, n, k, dtype) and device_of(device).has_clusters
-
-
-def pays(m: int, n: int, k: int) -> bool:
-    return any(m in rows and 2 * n * k in nbytes for rows, nbytes in CHOSEN)
-
-
 def check(
     x: Tensor,
     w: Tensor,
@@ -237,7 +218,11 @@ def check(
             f"{ROWS[-1]} rows of a multiple of 8 bfloat16 or float16 numbers, and a multiple of 8 rows "
             "of w. Use torch's linear for others"
         )
-    fused_product.check_operands("wide_gemm_sm90", x, w, bias, out, gated, residual, alignment=16)
+    fused_product.check_operands(
+        *("wide_gemm_sm90", x, w, bias, out, gated, residual),
+        alignment=16,
+        takes_float32=residual is None,
+    )
 
 
 @cache
@@ -255,8 +240,10 @@ def prepare(rows: int, n: int, k: int, gated: bool, normed: bool, device: int | 
 
 
 @cache
-def load(plan: Plan, dtype: torch.dtype, normed: bool, residual: bool) -> jit.Kernel:
-    spec = variant(plan, dtype, normed, residual)
+def load(
+    plan: Plan, dtype: torch.dtype, normed: bool, residual: bool, float_out: bool = False
+) -> jit.Kernel:
+    spec = variant(plan, dtype, normed, residual, float_out)
     return jit.kernel(spec.source, spec.name, spec.defines, spec.smem_bytes)
 
 
@@ -312,19 +299,27 @@ def most_stages(plan: Plan, smem_bytes: int) -> int | None:
     return stages if stages >= plan.least_stages else None
 
 
+@cache
+def least_us(rows: int, n: int, k: int, device: Device, gated: bool, normed: bool) -> float:
+    """The shortest estimate for up to `rows` rows, one of ROWS."""
+    return estimate(make_plan(rows, n, k, device, gated, normed), rows, n, k, normed, device)
+
+
 def estimate(plan: Plan, rows: int, n: int, k: int, normed: bool, device: Device) -> float:
-    """Microseconds for `rows` of x, but for a constant."""
+    """Microseconds for `rows` of x."""
     chunk = CHUNK_US + PRODUCTS_SHOW * product_cycles(plan) / CYCLES_PER_US
     if normed:  # in the first of several tiles
         chunk += NORM_US * plan.tiling.rows / 64 / plan.rounds
     refills = max(0, plan.units - plan.stages)
     working = plan.units * chunk + refills * max(0.0, LATENCY_US / plan.stages - chunk)
     reading = 2 * n * k / (device.num_sms * MEMORY_RATE)
-    time = max(reading, working) + OVERLAP * min(reading, working)
-    if plan.cluster > 1:
-        sent = 4 * rows * plan.tile * (plan.cluster - 1) / plan.cluster
-        return time + EXCHANGE_US + sent / EXCHANGE_RATE
-    return time + CROWDED_US * (plan.smem_bytes > half_of(device))
+    time = START_US + max(reading, working) + OVERLAP * min(reading, working)
+    if plan.smem_bytes > half_of(device):
+        time += CROWDED_US
+    if plan.cluster == 1:
+        return time
+    sent = 4 * rows * plan.tile * (plan.cluster - 1) / plan.cluster
+    return time + EXCHANGE_US + sent / EXCHANGE_RATE
 
 
 def product_cycles(plan: Plan) -> float:
@@ -339,7 +334,11 @@ def half_of(device: Device) -> int:
 
 
 def variant(
-    plan: Plan, dtype: torch.dtype, normed: bool = False, residual: bool = False
+    plan: Plan,
+    dtype: torch.dtype,
+    normed: bool = False,
+    residual: bool = False,
+    float_out: bool = False,
 ) -> jit.VariantSpec:
     defines = {
         jit.scalar_define(dtype): 1,
@@ -352,30 +351,11 @@ def variant(
         "NORMED": int(normed),
         "GATED": int(plan.gated),
         "RESIDUAL": int(residual),
+        "FLOAT_OUT": int(float_out),
     }
     return jit.VariantSpec(
         "wide_gemm_sm90.cu", "wide_gemm_sm90", defines, plan.smem_bytes, archs=("sm_90a",)
     )
-
-
-def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
-    """The products of a decoder for which this kernel pays, on the current device or, if config.arch is
-    given, on every card of that architecture."""
-    devices = [device for device in devices_of(config.arch) if device.has_clusters]
-    found = [
-        variant(
-            make_plan(rows, p.n, p.k, device, p.gated, p.normed),
-            config.dtype,
-            p.normed,
-            p.residual,
-        )
-        for rows in ROWS
-        for p in products_of(config)
-        if supports(rows, p.n, p.k, config.dtype)
-        and any(pays(m, p.n, p.k) for m in range(1, rows + 1) if rows_for(m) == rows)
-        for device in devices
-    ]
-    return [spec for i, spec in enumerate(found) if spec not in found[:i]]
 
 
 @dataclass(frozen=True)
@@ -387,19 +367,24 @@ class Product:
     normed: bool = False
     gated: bool = False
     residual: bool = False
+    float_out: bool = False
+
+
+def variant_of(product: Product, rows: int, dtype: torch.dtype, device: Device) -> jit.VariantSpec:
+    """The kernel that takes a product of up to `rows` rows, one of ROWS, on a device."""
+    p = product
+    plan = make_plan(rows, p.n, p.k, device, p.gated, p.normed)
+    return variant(plan, dtype, p.normed, p.residual, p.float_out)
 
 
 def products_of(config: jit.KernelConfig) -> list[Product]:
     attention, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
-    gated = fused_product.can_interleave(2 * inner)
-    return [  # but for the head, which has nothing around it
-        Product(attention + 2 * kv, hidden, normed=True),
+    gated, norms = fused_product.can_interleave(2 * inner), fused_product.norms(config.dtype)
+    return [
+        *(Product(attention + 2 * kv, hidden, normed=n) for n in norms),
         Product(hidden, attention, residual=True),
-        *(
-            Product(2 * inner, hidden, normed=n, gated=gated)
-            for n in fused_product.norms(config.dtype)
-            if n or gated
-        ),
+        *(Product(2 * inner, hidden, normed=n, gated=gated) for n in norms),
         Product(hidden, inner, residual=True),
+        Product(config.vocab_size, hidden, float_out=True),
     ]

@@ -15,7 +15,7 @@ from engine.ops import gated_gemm_sm90 as op
 from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
-from engine.ops.narrow_gemm import device_of
+from engine.ops.hopper import device_of
 from engine.ops.rms_norm import rms_norm
 from scripts.bench_cases import Case, Launch
 from scripts.bench_cases.skinny_gemm import EPS, LAYERS, numbers

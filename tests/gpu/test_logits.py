@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.ops import narrow_gemm, skinny_gemm
+from engine.ops import skinny_gemm, wide_gemm_sm90
+from engine.ops.hopper import device_of
 from engine.ops.linear import kernel_for, linear_float32
 from tests.gpu.test_skinny_gemm import BF16, NAN, assert_close, numbers
 
@@ -25,8 +26,7 @@ def test_logits_are_exact(vocab_size: int, hidden: int, dtype: torch.dtype) -> N
     used = set()
     for m in ROWS:
         x = numbers(m, hidden, dtype=dtype)
-        kernel = kernel_for(x, w, is_surrounded=False, is_gate_alone=False)
-        used.add(kernel)
+        used.add(kernel_for(x, w))
         want = x.double() @ w.double().T
         fresh = linear_float32(x, w)
         assert fresh.dtype is torch.float32
@@ -35,15 +35,10 @@ def test_logits_are_exact(vocab_size: int, hidden: int, dtype: torch.dtype) -> N
         assert linear_float32(x, w, place[:m]).data_ptr() == place.data_ptr()
         assert torch.equal(place[:m], fresh)
         assert place[m].isnan().all(), f"{m} rows: wrote behind the result"
-    assert (
-        {skinny_gemm.skinny_gemm, None}
-        <= used
-        <= {
-            skinny_gemm.skinny_gemm,
-            narrow_gemm.narrow_gemm,
-            None,
-        }
-    )
+    ours = {skinny_gemm.skinny_gemm}
+    if vocab_size % 8 == 0 and device_of().has_clusters:
+        ours.add(wide_gemm_sm90.wide_gemm_sm90)
+    assert used == {None, *ours}
 
 
 @pytest.mark.parametrize("m", [4, 12, 40])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as op
+from engine.ops.hopper import device_of
 from engine.ops.linear import fused_linear
-from engine.ops.narrow_gemm import device_of
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan
 from tests.gpu.product_cases import (

@@ -34,11 +34,6 @@ OPS = {
 }
 
 
-OPTIONAL = {  # where their own CHOSEN says; compiled in tests of their own
-    "wide_gemm_sm90.cu",
-}
-
-
 def kernel_specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     return [spec for op in OPS.values() for spec in op.specs(config)]
 
@@ -87,8 +82,7 @@ def test_every_spec_names_an_entry_of_its_source() -> None:
 def test_every_source_is_reached_by_a_spec() -> None:
     named = {spec.source for config in MODELS.values() for spec in kernel_specs(config)}
     present = {path.name for path in SOURCE_ROOT.glob("*.cu")}
-    assert named <= present
-    assert present - named <= OPTIONAL
+    assert named == present
 
 
 # --- flattening ---

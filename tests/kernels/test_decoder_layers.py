@@ -94,10 +94,11 @@ def test_fewer_rows_than_before() -> None:
         run(step)
 
 
+@pytest.mark.parametrize(("shape", "num_blocks"), [(NARROW, 3), (WIDE_HEADS, 4)], ids=str)
 @pytest.mark.parametrize("place", POISONS)
-def test_bad_numbers_are_not_waited_for(place: str) -> None:
+def test_bad_numbers_are_not_waited_for(place: str, shape: Shape, num_blocks: int) -> None:
     """A NaN of a row or a weight, whatever its bits, leaves the kernel as another NaN than "not there yet"."""
-    step = Step(NARROW, [20, 7], num_blocks=3, has_bias=True, has_qk_norm=True)
+    step = Step(shape, [20, 7], num_blocks=num_blocks, has_bias=True, has_qk_norm=True)
     weight = getattr(step.table.layers[0], place, None)
     healthy = None if weight is None else weight.clone()
     bad = step.poison(place)

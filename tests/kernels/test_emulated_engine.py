@@ -20,7 +20,6 @@ from engine.models.config import ModelConfig
 from engine.ops import (
     activation,
     jit,
-    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
@@ -46,7 +45,6 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 CPU = torch.device("cpu")
 MODULES = (
     activation,
-    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
@@ -96,11 +94,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def kernel_for(x: Tensor, w: Tensor, *product: bool) -> Callable[..., Tensor] | None:
-    """As on a Hopper."""
-    if x.dtype is torch.float32 or len(x) > 32:
+def kernel_for(x: Tensor, w: Tensor, *product: bool, **bias: bool) -> Callable[..., Tensor] | None:
+    """Of few rows."""
+    if x.dtype is torch.float32 or len(x) > skinny_gemm.MAX_ROWS:
         return None
-    kernel = skinny_gemm.skinny_gemm if len(x) <= 8 else narrow_gemm.narrow_gemm
+    kernel = skinny_gemm.skinny_gemm
     return lambda x, *args, **options: kernel(as_if_cuda(x), *args, **options)
 
 

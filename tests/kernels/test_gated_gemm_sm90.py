@@ -10,9 +10,9 @@ import torch
 
 from engine.ops import fused_product, jit, nvrtc
 from engine.ops import gated_gemm_sm90 as op
+from engine.ops.hopper import Device
 from engine.ops.kernel_build import build
 from engine.ops.kernel_cache import Job, KernelCache
-from engine.ops.narrow_gemm import Device
 from tests.kernels import emulator
 from tests.kernels.emulator import as_if_cuda, emulated, emulated_map
 from tests.kernels.models import MODELS
@@ -158,15 +158,7 @@ def test_the_faster_tile_is_taken(m: int, n: int, tile: int) -> None:
     assert op.tile_for(m, n, HOPPER) == tile
 
 
-def test_it_is_chosen_for_many_rows_and_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on(132, monkeypatch)
-    for n, k in ((37888, 3584), (9728, 896)):
-        assert [m for m in range(1, 300) if op.is_chosen(m, n, k, BF16, None)] == [*range(193, 300)]
-    assert op.is_chosen(8192, 9728, 896, FP16, None)
-    assert not op.is_chosen(8192, 9728, 896, torch.float32, None)
-    assert not op.is_chosen(8192, 9736, 896, BF16, None), "no whole groups"
-    monkeypatch.setattr(op, "device_of", lambda index=None: replace(HOPPER, has_clusters=False))
-    assert not op.is_chosen(8192, 9728, 896, BF16, None), "not on other GPUs"
+def test_it_is_compiled_ahead_for_gated_products() -> None:
     config = replace(MODELS["Qwen2.5-7B"], arch="sm_90a")
     assert op.specs(config) == [op.variant(tile, BF16) for tile in op.TILES]
     assert op.specs(replace(config, intermediate_size=364)) == []

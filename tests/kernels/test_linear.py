@@ -16,19 +16,19 @@ from engine.ops import (
     activation,
     fused_product,
     gated_gemm_sm90,
+    hopper,
     jit,
-    narrow_gemm,
     rms_norm,
     skinny_gemm,
     wide_gemm_sm90,
 )
 from engine.ops import linear as op
 from engine.ops.kernel_list import kernel_specs
-from tests.kernels.emulator import as_if_cuda, emulated, forget
+from tests.kernels.emulator import as_if_cuda, emulated, emulated_map, forget
 from tests.kernels.models import shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULES = (activation, gated_gemm_sm90, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90)
+MODULES = (activation, gated_gemm_sm90, rms_norm, skinny_gemm, wide_gemm_sm90)
 Launch = tuple[str, str, tuple[tuple[str, object], ...], int]
 
 
@@ -69,66 +69,58 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Launch]]:
 # --- the choice ---
 
 
-def chosen(
-    m: int,
-    w: Tensor,
-    dtype: torch.dtype = BF16,
-    is_surrounded: bool = True,
-    is_gate_alone: bool = False,
-) -> str | None:
-    x = as_if_cuda(torch.zeros(m, w.shape[1], dtype=dtype))
-    kernel = op.kernel_for(x, w, is_surrounded, is_gate_alone)
+def chosen(m: int, w: Tensor, dtype: torch.dtype = BF16, **surrounding: bool) -> str | None:
+    """`surrounding`: options of op.kernel_for."""
+    kernel = op.kernel_for(as_if_cuda(torch.zeros(m, w.shape[1], dtype=dtype)), w, **surrounding)
     return None if kernel is None else kernel.__name__
 
 
-SKINNY, NARROW, WIDE, LIBRARY = "skinny_gemm", "narrow_gemm", "wide_gemm_sm90", None
+SKINNY, WIDE, LIBRARY = "skinny_gemm", "wide_gemm_sm90", None
 GATED = "norm_and_gated_gemm"
+QKV = {"normed": True, "has_bias": True}
+SUM = {"residual": True}
+GATE = {"normed": True, "gated": True}
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "kernels"),
-    [  # W of 2, 17, 8, 31, 130 and 259 MiB; from row to row
-        (1152, 896, {1: SKINNY, 9: NARROW, 17: WIDE, 257: LIBRARY}),
-        (9728, 896, {1: SKINNY, 4: NARROW, 17: WIDE, 257: LIBRARY}),
-        (896, 4864, {1: NARROW, 17: WIDE, 257: LIBRARY}),
-        (4608, 3584, {1: SKINNY, 17: WIDE, 65: LIBRARY}),
-        (3584, 18944, {1: SKINNY, 17: WIDE, 193: LIBRARY}),
-        (37888, 3584, {1: SKINNY, 9: NARROW, 17: WIDE, 193: LIBRARY}),
+    ("n", "k", "surrounding", "kernels"),
+    [  # by the measurements that estimates were fitted to; from row to row
+        (1152, 896, QKV, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
+        (896, 896, SUM, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
+        (9728, 896, GATE, {1: SKINNY, 9: WIDE, 193: GATED}),
+        (9728, 896, GATE | {"has_bias": True}, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
+        (896, 4864, SUM, {1: SKINNY, 5: WIDE, 257: LIBRARY}),
+        (4608, 3584, QKV, {1: SKINNY, 9: WIDE, 65: LIBRARY}),
+        (37888, 3584, GATE, {1: SKINNY, 9: WIDE, 193: GATED}),
+        (3584, 18944, SUM, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
+        (8192, 2048, QKV, {1: SKINNY, 9: WIDE, 65: LIBRARY}),
+        (2048, 8192, SUM, {1: SKINNY, 5: WIDE, 257: LIBRARY}),
     ],
 )
 def test_each_number_of_rows_goes_where_it_is_fastest(
-    n: int, k: int, kernels: dict[int, str | None]
+    n: int, k: int, surrounding: dict[str, bool], kernels: dict[int, str | None]
 ) -> None:
     w = torch.empty(n, k, dtype=BF16)
-    want = None
-    for m in range(1, 300):
-        want = kernels.get(m, want)
-        assert chosen(m, w) == want, f"{m} rows"
-        head = want if want in (SKINNY, NARROW) else LIBRARY
-        assert chosen(m, w, is_surrounded=False) == head, f"{m} rows"
+    got = [chosen(m, w, **surrounding) for m in range(1, 300)]
+    assert kernels == {
+        m: kernel for m, kernel in enumerate(got, 1) if m == 1 or kernel != got[m - 2]
+    }
+    for m, kernel in enumerate(got, 1):
+        alone = SKINNY if kernel == SKINNY else WIDE if m <= 64 else LIBRARY
+        assert chosen(m, w) == alone, f"{m} rows"
     for m in (4, 300):
-        assert op.kernel_for(torch.zeros(m, k, dtype=BF16), w, True, True) is None, "not on a CPU"
+        assert op.kernel_for(torch.zeros(m, k, dtype=BF16), w) is None, "not on a CPU"
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "kernels"),
-    [  # W of 17, 32, 224 and 259 MiB; from row to row
-        (9728, 896, {1: SKINNY, 4: NARROW, 17: WIDE, 241: GATED}),
-        (8192, 2048, {17: WIDE, 65: LIBRARY, 193: GATED}),
-        (28672, 4096, {17: WIDE, 193: GATED}),
-        (37888, 3584, {17: WIDE, 193: GATED}),
-    ],
-)
-def test_gated_products_of_many_rows_have_a_kernel(
-    n: int, k: int, kernels: dict[int, str | None]
-) -> None:
-    w = torch.empty(n, k, dtype=BF16)
-    want = None
-    for m in [*range(min(kernels), 300), 1024, 8192]:
-        want = kernels.get(m, want)
-        assert chosen(m, w, is_gate_alone=True) == want, f"{m} rows"
-    assert chosen(1024, torch.empty(n - 8, k, dtype=BF16), is_gate_alone=True) == LIBRARY
-    assert chosen(1024, torch.empty(n, k), FP32, is_gate_alone=True) == LIBRARY
+def test_gated_products_of_many_rows_have_a_kernel() -> None:
+    w = torch.empty(9728, 896, dtype=BF16)
+    for m in (257, 1024, 8192):
+        assert chosen(m, w, **GATE) == GATED
+        assert chosen(m, w, gated=True) == GATED
+        assert chosen(m, w, **GATE, has_bias=True) == LIBRARY
+        assert chosen(m, w, **GATE, residual=True) == LIBRARY
+        assert chosen(m, torch.empty(9720, 896, dtype=BF16), **GATE) == LIBRARY
+        assert chosen(m, w.float(), FP32, **GATE) == LIBRARY
 
 
 def test_who_norms_and_gates_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +170,9 @@ def test_logits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "mm", mm)
     w = torch.randn(48, 72).to(dtype)
-    with emulated(skinny_gemm, narrow_gemm):
-        for m in (3, 12, 40):
+    monkeypatch.setattr(wide_gemm_sm90, "tensor_map", emulated_map)
+    with emulated(skinny_gemm, wide_gemm_sm90):
+        for m in (3, 12, 40, 70):
             x = torch.randn(m, 72).to(dtype)
             want = x.float() @ w.float().T
             place = torch.empty(m + 2, 48)
@@ -193,27 +186,25 @@ def test_logits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_devices_have_a_kernel_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_gemm, "is_hopper", lambda index=None: False)
-    other = narrow_gemm.Device(108, 163 << 10, has_clusters=False)
-    for module in (gated_gemm_sm90, narrow_gemm, wide_gemm_sm90):
-        monkeypatch.setattr(module, "device_of", lambda index=None: other)
+    other = hopper.Device(108, 163 << 10, has_clusters=False)
+    monkeypatch.setattr(op, "device_of", lambda index=None: other)
     for shape_of_w in ((9728, 896), (896, 4864), (4608, 3584)):
         w = torch.empty(shape_of_w, dtype=BF16)
         assert [m for m in range(1, 100) if chosen(m, w)] == list(range(1, 9))
         assert chosen(8, w) == SKINNY
-        assert chosen(300, w, is_gate_alone=True) == LIBRARY
+        assert chosen(300, w, **GATE) == LIBRARY
 
 
 def test_what_our_kernels_cannot_read_goes_to_the_library() -> None:
     w = torch.zeros(64, 96, dtype=BF16)
     for m in (4, 16, 50, 300):
         odd = torch.zeros(m, 100, dtype=BF16)[:, 1:97]  # rows between multiples of 16 bytes
-        assert op.kernel_for(as_if_cuda(odd), w, True, True) is None
+        assert op.kernel_for(as_if_cuda(odd), w, **GATE) is None
         x = as_if_cuda(torch.zeros(m, 64, dtype=BF16))
-        assert op.kernel_for(x, w[:, :64], True, True) is None
+        assert op.kernel_for(x, w[:, :64], **GATE) is None
         assert chosen(m, w.float(), FP32) is None
         assert chosen(m, torch.zeros(64, 90, dtype=BF16)) is None
-    assert chosen(16, torch.zeros(63, 96, dtype=BF16)) is None, "narrow_gemm stores pairs"
+    assert chosen(16, torch.zeros(60, 96, dtype=BF16)) is None, "results are stored by eights"
 
 
 # --- compiled ahead ---
@@ -294,13 +285,12 @@ def test_products_of_few_rows_are_compiled_ahead_and_no_others(
     name: str, dtype: torch.dtype, launched: set[Launch]
 ) -> None:
     model = decoder(SHAPES[name], dtype)
-    for num_rows in range(1, 17):
+    for num_rows in range(1, 65):
         run_products(model, num_rows, dtype)
-    products = {"skinny_gemm.cu", "narrow_gemm.cu"}
-    assert products <= {source for source, *_ in launched}
+    assert {"skinny_gemm.cu", "wide_gemm_sm90.cu"} <= {source for source, *_ in launched}
     assert launched <= listed(SHAPES[name], dtype)
     unused = listed(SHAPES[name], dtype) - launched
-    assert not [spec for spec in unused if spec[0] in products]
+    assert not [spec for spec in unused if spec[0] == "skinny_gemm.cu"]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -313,14 +303,14 @@ def test_products_of_many_rows_are_compiled_ahead(
 
     monkeypatch.setattr(op, "F", SimpleNamespace(linear=library))
     model = decoder(SHAPES[name], dtype)
-    for num_rows in (1, 17, 32, 33, 64, 65, 128, 129, 192, 193, 240, 241, 256, 300):
-        run_products(model, num_rows, dtype)
+    gate_up = model.layers[0].gate_up
+    bias = torch.empty(2 * model.spec.intermediate_size, dtype=dtype)
+    for num_rows in (1, 9, 32, 33, 64, 65, 128, 129, 192, 193, 256, 300):
+        for gate_up.bias in (bias, None):  # with one, gate and up are not gated_gemm_sm90's
+            run_products(model, num_rows, dtype)
     for tile in gated_gemm_sm90.TILES:
         monkeypatch.setattr(gated_gemm_sm90, "tile_for", lambda *product, tile=tile: tile)
         run_products(model, 300, dtype)
-    gate_up = model.layers[0].gate_up
-    gate_up.bias = torch.empty(2 * model.spec.intermediate_size, dtype=dtype)
-    run_products(model, 300, dtype)  # the library's, and a kernel for the gate
     assert launched <= listed(SHAPES[name], dtype)
     unused = listed(SHAPES[name], dtype) - launched
     assert not [spec for spec in unused if spec[0] in ("gated_gemm_sm90.cu", "wide_gemm_sm90.cu")]

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from engine.ops import fused_product, jit, nvrtc
 from engine.ops import wide_gemm_sm90 as op
+from engine.ops.hopper import Device
 from engine.ops.kernel_build import build
 from engine.ops.kernel_cache import Job, KernelCache
-from engine.ops.narrow_gemm import Device
 from engine.ops.wide_gemm_sm90 import Plan, Tiling
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated, emulated_map
-from tests.kernels.models import MODELS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 HOPPER = Device(132, 227 * 1024, has_clusters=True)
@@ -246,39 +245,6 @@ def test_plans_are_the_fastest_that_were_measured(
     rows: int, n: int, k: int, gated: bool, normed: bool, best: set[str]
 ) -> None:
     assert str(op.make_plan(rows, n, k, HOPPER, gated, normed)) in best
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "chosen"),
-    [
-        (2 * MIB, {17, 32, 64, 65, 128, 129, 256}),
-        (17 * MIB, {17, 32, 64, 65, 128, 129, 256}),
-        (32 * MIB, {17, 32, 64}),
-        (130 * MIB, {17, 32, 64, 65, 128, 129, 192}),
-    ],
-)
-def test_it_is_chosen_where_it_is_the_fastest(nbytes: int, chosen: set[int]) -> None:
-    rows = (1, 16, 17, 32, 64, 65, 128, 129, 192, 193, 256, 257)
-    n, k = nbytes // 2048, 1024
-    want = chosen | ({192, 193} if 256 in chosen else set())
-    assert {m for m in rows if op.pays(m, n, k)} == want
-
-
-def test_what_is_chosen_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(MODELS["Qwen2.5-7B"], arch="sm_90a")
-    monkeypatch.setattr(op, "CHOSEN", ())
-    assert op.specs(config) == []
-    monkeypatch.setattr(op, "CHOSEN", ((range(33, 65), range(0, 1 << 40)),))
-    specs = op.specs(config)
-    rows = {64 * s.defines["WARPGROUPS"] * s.defines["HEIGHTS"] for s in specs}  # type: ignore[operator]
-    assert rows == {64}
-    products = op.products_of(config)
-    for p in products:
-        plan = op.make_plan(64, p.n, p.k, HOPPER, p.gated, p.normed)
-        assert op.variant(plan, BF16, p.normed, p.residual) in specs
-    assert [p.normed for p in products] == [True, False, True, False]
-    assert [p.gated for p in products] == [False, False, True, False]
-    assert [p.residual for p in products] == [False, True, False, True]
 
 
 # Where registers are fewest: the widest tiles of each number of warps, all options and none.
