@@ -9,13 +9,24 @@ struct Words {
   u32 w[4];
 };
 
+// In plain C++ the compiler adds a zero to the high half of each product, an instruction more.
+DEV u64 wide_product(u32 a, u32 b) {
+#ifdef SLUICE_EMULATE
+  return (u64)a * b;
+#else
+  u64 y;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
+  return y;
+#endif
+}
+
 // The four words of a counter (block, position, 0, stream). Positions are below 2**31.
 DEV Words philox(u64 seed, u32 block, u32 position, u32 stream) {
   u32 c0 = block, c1 = position, c2 = 0, c3 = stream;
   u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; round++) {
-    const u64 product_0 = (u64)c0 * 0xD2511F53u, product_1 = (u64)c2 * 0xCD9E8D57u;
+    const u64 product_0 = wide_product(c0, 0xD2511F53u), product_1 = wide_product(c2, 0xCD9E8D57u);
     c0 = (u32)(product_1 >> 32) ^ c1 ^ k0;
     c1 = (u32)product_1;
     c2 = (u32)(product_0 >> 32) ^ c3 ^ k1;
@@ -58,13 +69,33 @@ constexpr float BOUND_SLACK = 1e-3f;             // far above the rounding of th
 
 #ifdef SLUICE_EMULATE
 DEV float fast_log2(float x) { return log2f(x); }
+DEV float fast_exp2(float x) { return exp2f(x); }
 #else
 DEV float fast_log2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEV float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 #endif
+
+// Bounds of scores logit / T + noise that cost a multiplication of the logit: in units of log(2), and
+// less by 16, the bound is logit * log2(e) / T - log2(c), or +infinity for c = 0. Its error, with that of
+// the exact score's rounded division, is below BOUND_SLACK + |bound| * BOUND_ERROR: four roundings of
+// 2**-24 of a product that is at most 16 more than the bound, which BOUND_ERROR takes four times, and
+// 2**-22 * 16 of the logarithm. From LARGEST_PLAIN on a product might overflow.
+constexpr float LOG2_E = 1.44269504f, BOUND_ERROR = 9.5367432e-7f;  // 2**-20
+constexpr float LARGEST_PLAIN = 1e30f;
+
+DEV float upper_score(float logit, float scale, u32 c) {
+  const float coarse = __uint_as_float(0x4b000000u | c) - 8388608.f;  // exactly
+  return fmaf(logit, scale, -fast_log2(coarse));
+}
+DEV float upper_unit(double score) { return (float)(score * (double)LOG2_E - 16.); }
 
 DEV float noise_estimate(u32 c) {
   const float middle = __uint_as_float(0x4b000000u | c) - 8388607.5f;  // c + 0.5, exactly

@@ -5,6 +5,8 @@
 // Logits are never written: whoever needs an edited logit computes it again from its tables.
 #pragma once
 #include "common/dtype.cuh"
+#include "common/philox.cuh"
+#include "common/select.cuh"
 #include "common/vec.cuh"
 
 constexpr bool CAN_DRAW = SAMPLING_CLASS >= 1, CAN_EDIT = SAMPLING_CLASS >= 2;
@@ -73,6 +75,14 @@ DEV void raw_octet(const scalar_t* logits, int first, int vocab_size, bool is_al
   }
 }
 
+// x[i] for an i that only the running kernel knows, without a trip through memory.
+DEV float element(const float (&x)[OCTET], int i) {
+  float value = x[0];
+#pragma unroll
+  for (int e = 1; e < OCTET; e++) value = e == i ? x[e] : value;
+  return value;
+}
+
 // One row of the batch, with what its stages need.
 struct Row {
   const RowParams* params;
@@ -83,6 +93,10 @@ struct Row {
   bool is_aligned;  // logits + 8 i is a multiple of 16 bytes
   u32 flags;
   float temperature;
+
+  DEV bool has_edits() const {
+    return CAN_EDIT && (mask != nullptr || (flags & (LOGIT_BIAS | MIN_TOKENS | PENALTIES)));
+  }
 
   DEV void edit(int first, float (&x)[OCTET]) const {
     if (!CAN_EDIT) return;
@@ -121,6 +135,9 @@ struct Row {
 
   DEV void edit_by_tokens(const uint4& entries, bool may_not_stop, float (&x)[OCTET]) const {
     const u32 pairs[OCTET / 2] = {entries.x, entries.y, entries.z, entries.w};
+    const u32 concerned = (may_not_stop ? STOPS : 0) | (flags & PENALTIES ? IN_PROMPT | COUNT : 0);
+    const u32 any = pairs[0] | pairs[1] | pairs[2] | pairs[3];
+    if (!(any & (concerned << 16 | concerned))) return;  // most octets
 #pragma unroll
     for (int e = 0; e < OCTET; e++) {
       const u32 token = pairs[e / 2] >> (e % 2 * 16);
@@ -143,6 +160,14 @@ struct Row {
 
   DEV float tempered(float x) const { return __fdiv_rn(x, temperature); }
 
+  // --- Scores in the draw ---
+
+  // Exactly, of an edited logit.
+  DEV Score score_of(float logit, u32 id) const {
+    return {(double)tempered(logit) + token_noise(params->seed, position, id), id};
+  }
+  DEV float score_scale() const { return __fdiv_rn(LOG2_E, temperature); }
+
   DEV void tempered_octet(int first, float (&x)[OCTET]) const {
     edited_octet(first, x);
 #pragma unroll
@@ -153,14 +178,15 @@ struct Row {
 // A row of masks consists of words of 32 bits.
 DEV i64 mask_bytes(int vocab_size) { return (vocab_size + 31) / 32 * 4; }
 
-DEV Row row_of(int index, const scalar_t* logits, i64 stride, const u8* masks, const int* rows,
+// Row `index` of the batch, whose row number is `number`.
+DEV Row row_of(int index, int number, const scalar_t* logits, i64 stride, const u8* masks,
                const int* positions, const RowParams* params, int vocab_size, bool is_aligned) {
   Row row = {};
   row.logits = logits + index * stride;
   row.vocab_size = vocab_size;
   row.is_aligned = is_aligned;
   if (CAN_DRAW) {
-    row.params = params + rows[index];
+    row.params = params + number;
     row.flags = row.params->flags;
     row.temperature = row.params->temperature;
     row.position = positions[index];

@@ -20,6 +20,17 @@ DEV u64 ranked(u32 key, u32 id) { return (u64)key << 32 | (0xffffffffu - id); }
 DEV u32 rank_key(u64 rank) { return (u32)(rank >> 32); }
 DEV u32 rank_id(u64 rank) { return 0xffffffffu - (u32)rank; }
 
+// The larger one, or NaN if either is: the one NaN of which `ordered` makes the largest of all keys.
+DEV float max_or_nan(float a, float b) {
+#ifdef SLUICE_EMULATE
+  return a != a || b != b ? __uint_as_float(0x7fffffffu) : a > b ? a : b;
+#else
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#endif
+}
+
 DEV u64 warp_max_u64(u64 x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {

@@ -6,16 +6,7 @@
 #include "common/reduce.cuh"
 #include "common/select.cuh"
 #include "common/sampling_row.cuh"
-
-// What sample_slices finds out about a slice.
-struct Part {
-  u64 best;      // rank of the best token, before temperature
-  double score;  // of the winner of the draw
-  u32 winner;
-  float mass;    // of all tokens, relative to the slice's best
-  u32 is_bad;    // NaN or +infinity among the logits as they came
-  u32 unused;
-};
+#include "common/untruncated_draw.cuh"
 
 constexpr int LIST = BINS;  // tokens that can be sorted
 constexpr int PER_THREAD = BINS / ROW_THREADS;

@@ -33,7 +33,7 @@ from engine.ops import jit
 SOURCE = "sample.cu"
 SLICE, GROUP = 4096, 64  # tokens of a block of sample_slices; tokens whose largest logit is noted
 SLICE_THREADS, ROW_THREADS, GREEDY_THREADS = 256, 512, 32
-PART_BYTES = 32
+PART_BYTES = 24
 MAX_VOCAB = 8192 * GROUP
 
 IN_PROMPT, STOPS = 1 << 15, 1 << 14  # bits of a token table's entry

@@ -15,12 +15,15 @@ from engine.runner.device_sampler import DeviceSampler
 from tests.kernels.sampling_cases import (
     Batch,
     check_batch,
+    equal_bounds,
+    hard_draws,
     mixed_params,
     normal,
     peculiar_rows,
     poisoned,
     rows_of,
     truncations,
+    unlucky_peaks,
 )
 
 GraphReplay = Callable[[Callable[[], object]], Callable[[], None]]
@@ -65,6 +68,17 @@ def test_peculiar_rows(device: torch.device, name: str, vocab_size: int) -> None
     params = truncations(seed=3, temperature=0.7)
     row = peculiar_rows(vocab_size)[name]
     check_batch(Batch(rows_of(row, len(params)), params), device, steps=1)
+
+
+@pytest.mark.parametrize("name", list(hard_draws(8)))
+def test_hard_draws(device: torch.device, name: str) -> None:
+    logits, params = hard_draws(50_000)[name]
+    check_batch(Batch(logits, params), device, steps=1)
+
+
+def test_draws_whose_bounds_tell_little(device: torch.device) -> None:
+    check_batch(unlucky_peaks(100, 50_000), device, steps=1)
+    check_batch(equal_bounds(10, 50_000), device, steps=1)
 
 
 def test_equals_the_torch_reference_on_the_same_device(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.api.sampling import SamplingParams
+from engine.ops.philox import token_bits
 from engine.plan import RowInit, StepResult
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.sampler import Sampler
@@ -194,6 +195,62 @@ def peculiar_rows(vocab_size: int, seed: int = 0) -> dict[str, Tensor]:
         "plateau": plateau,
         "peak": peak,
         "best at the end": last,
+    }
+
+
+def coarse_bits(seeds: object, position: int, token_ids: object) -> npt.NDArray[np.int64]:
+    return np.asarray(token_bits(np.array(seeds), np.array(position), np.array(token_ids))[0])
+
+
+def unlucky_peaks(count: int, vocab_size: int) -> Batch:
+    """Each row has one likely token, whose noise is about the least there is: others win, of which the
+    bounds from coarse bits tell little."""
+    peak = vocab_size // 3
+    batch = Batch(normal((count, vocab_size), 0.1, 4), [SamplingParams(seed=0)] * count)
+    batch.logits[:, peak] += float(np.log(vocab_size)) + 1.5
+    seeds = np.arange(100_000)
+    for i, position in enumerate(batch.positions.tolist()):
+        unlucky = seeds[coarse_bits(seeds, position, [peak]) > 65_400]
+        batch.params[i] = batch.inits[i].params = SamplingParams(seed=int(unlucky[i]))
+    return batch
+
+
+def equal_bounds(count: int, vocab_size: int) -> Batch:
+    """Logits that make up for the coarse bits: any token may win."""
+    batch = Batch(torch.zeros((count, vocab_size)), [SamplingParams(seed=i) for i in range(count)])
+    for i, position in enumerate(batch.positions.tolist()):
+        bits = torch.from_numpy(coarse_bits(i, position, np.arange(vocab_size)))
+        batch.logits[i] = torch.log(bits.clamp(min=1).double()).float()
+    return batch
+
+
+def hard_draws(vocab_size: int) -> dict[str, tuple[Tensor, list[SamplingParams]]]:
+    """Logits [S, V] and requests that remove no token, whose winner is not where it is expected."""
+
+    def requests(count: int, temperature: float = 1.0) -> list[SamplingParams]:
+        return [SamplingParams(seed=77 * i, temperature=temperature) for i in range(count)]
+
+    plain = normal((60, vocab_size), 0.1, 4)
+    peak = plain.clone()
+    peak[:, vocab_size // 3] += float(np.log(vocab_size))  # often chosen, often with little luck
+    two = plain.clone()
+    two[:, [0, vocab_size - 1]] += 25.0  # nothing else counts; in two slices
+    alone = torch.full((6, vocab_size), -torch.inf)
+    alone[torch.arange(6), torch.arange(6) * (vocab_size - 1) // 5] = 1.0
+    steps = torch.round(plain[:4] * 20)
+    return {
+        "a peak without luck": (peak, requests(60)),
+        "two peaks": (two, requests(60)),
+        "one token left": (alone, requests(6)),
+        "equals whose noise is rounded away in float": (
+            torch.full((3, vocab_size), 1e9),
+            requests(3),
+        ),
+        "huge": (plain[:3] * 1e31, requests(3)),
+        "products that overflow": (plain[:2] * 1e36, requests(2, 0.01)),
+        "hot": (steps, requests(4, 2.0)),
+        "cold": (steps, requests(4, 2e-5)),
+        "very negative": (steps - 1e6, requests(4)),
     }
 
 

@@ -30,12 +30,16 @@ from tests.kernels.sampling_cases import (
     Batch,
     assert_equal,
     check_batch,
+    coarse_bits,
+    equal_bounds,
+    hard_draws,
     mixed_params,
     normal,
     peculiar_rows,
     poisoned,
     rows_of,
     truncations,
+    unlucky_peaks,
 )
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
@@ -73,6 +77,34 @@ def test_peculiar_rows(name: str) -> None:
     params = truncations(seed=3, temperature=0.7)
     row = peculiar_rows(5003)[name]
     check_batch(Batch(rows_of(row, len(params)), params), CPU, steps=1)
+
+
+@pytest.mark.parametrize("name", list(hard_draws(8)))
+def test_hard_draws(name: str) -> None:
+    logits, params = hard_draws(4500)[name]
+    check_batch(Batch(logits, params), CPU, steps=1)
+
+
+def test_a_likely_token_without_luck() -> None:
+    check_batch(unlucky_peaks(40, 4500), CPU, steps=1)
+
+
+def test_bounds_that_tell_nothing() -> None:
+    check_batch(equal_bounds(6, 9000), CPU, steps=1)
+
+
+def test_luck_beyond_the_coarse_bits() -> None:
+    """A token with coarse bits of 0 has no bound: it wins from far below, if its fine bits let it."""
+    vocab_size = 20_000
+    params = [SamplingParams(seed=i) for i in range(30)]
+    batch = Batch(torch.zeros((len(params), vocab_size)), params)
+    boundless = 0
+    for logits, seed, position in zip(batch.logits, range(30), batch.positions, strict=True):
+        coarse = coarse_bits(seed, int(position), np.arange(vocab_size))
+        logits[coarse.argmin()] = -1.5
+        boundless += int(coarse.min() == 0)
+    assert boundless >= 3
+    check_batch(batch, CPU, steps=1)
 
 
 def test_a_plateau_that_the_first_look_misses() -> None:
