@@ -5,7 +5,7 @@
     compute-sanitizer --tool racecheck python -m pytest tests/gpu -m small
 
 The second gives every tensor memory of its own, so that reads just behind one are noticed; CUDA graphs
-cannot be captured then.
+cannot be captured then. racecheck takes up to 50 GB of the host's memory for a test.
 """
 
 from pathlib import Path
