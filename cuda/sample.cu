@@ -11,9 +11,9 @@
 //   sample_rows     grid (rows): one block joins the parts of a row. The best rival wins, unless a
 //                   slice may have a better one than it noted: then the slice is read again.
 //                   If tokens are removed:
-//                     usual    the k-th largest group maximum is a value that at least k tokens reach.
-//                              Only groups that reach it are read again; the few tokens found are
-//                              sorted, cut and drawn from.
+//                     usual    a value near the k-th largest group maximum, and not above it, is one
+//                              that at least k tokens reach. Only groups that reach it are read again;
+//                              the few tokens found are cut and drawn from.
 //                     else     (a large top_k, or a flat row under top_p) histograms over the row
 //                              close in on the cut, then the row is drawn from.
 //
@@ -226,22 +226,33 @@ sample_rows(
     const scalar_t* logits, const u8* masks, const int* rows, const int* positions, const RowParams* params,
     i64 stride, int vocab_size, int is_aligned, int num_slices)
 {
+  const int index = blockIdx.x;
+#if SAMPLING_CLASS >= 1
+  __shared__ RowShared shared;
+  // sample_slices writes nothing of a row, and all before it has ended: this need not wait
+  const Row row =
+      row_of(index, rows[index], logits, stride, masks, positions, params, vocab_size, is_aligned);
+  for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) shared.buckets.count[i] = 0;
+  if (threadIdx.x == 0) shared.start_listing();
+  __syncthreads();
+#endif
   grid_dependency_wait();
   grid_dependency_launch();
-  const int index = blockIdx.x;
+#if SAMPLING_CLASS >= 1
+  const u32* row_groups = groups + (i64)index * num_slices * GROUPS_PER_SLICE;
+  GroupKeys keys;
+  if (row.flags & TRUNCATE) keys = load_keys(row_groups, (vocab_size + GROUP - 1) / GROUP);
+#endif
   parts += (i64)index * num_slices;
   const u64 best_rank = best_of_parts(parts, num_slices);
   const float best = from_ordered(rank_key(best_rank));
   const bool bad = !(best > -infinity() && best < infinity());
   u32 token = bad ? 0 : rank_id(best_rank);
 #if SAMPLING_CLASS >= 1
-  const Row row =
-      row_of(index, rows[index], logits, stride, masks, positions, params, vocab_size, is_aligned);
   const float tempered_best = row.tempered(best);
   if (!bad && (row.flags & DRAW) && fabsf(tempered_best) < infinity()) {
     token = row.flags & TRUNCATE
-                ? draw_truncated(row, parts, num_slices,
-                                 groups + (i64)index * num_slices * GROUPS_PER_SLICE, tempered_best)
+                ? draw_truncated(row, parts, num_slices, keys, best, tempered_best, shared)
                 : draw_from_all(row, parts, num_slices,
                                 rivals_of_slice(groups, index, 0, num_slices), tempered_best);
   }

@@ -2,6 +2,7 @@
 // one. cuda/sample.cu tells the plan. For a block of ROW_THREADS.
 #pragma once
 #include "common/dtype.cuh"
+#include "common/few_candidates.cuh"
 #include "common/philox.cuh"
 #include "common/reduce.cuh"
 #include "common/select.cuh"
@@ -10,9 +11,7 @@
 
 constexpr int LIST = BINS;  // tokens that can be sorted
 constexpr int PER_THREAD = BINS / ROW_THREADS;
-constexpr int MAX_GROUPS = 8192;
 constexpr float BINS_PER_UNIT = 64.f;  // of the first histogram, over the distance from the best logit
-constexpr double MASS_UNITS = 1099511627776.0;  // 2**40 for a weight of 1
 
 // Candidates to ask for: top_k, or this many for top_p and min_p alone, and more if they do not tell.
 constexpr int TOP_P_BUDGET = 256, BUDGET_GROWTH = 4, MAX_BUDGET = 1024;
@@ -27,12 +26,33 @@ struct RowShared {
     u16 groups[MAX_GROUPS];  // those to be read again
   };
   u64 list[LIST];  // ranks
+  BucketShared buckets;
   CrossingShared crossing;
-  float mass;  // of all tokens, relative to the best, if asked for
   float reach[MAX_WARPS];
   Score score[MAX_WARPS];
   u32 num_groups, num_listed, found_id;
+
+  DEV void start_listing() {
+    num_groups = num_listed = 0;
+    buckets.found = BUCKETS - 1;
+  }
 };
+
+// The largest logits of a row's groups, ordered; those of thread t are of groups t, t + ROW_THREADS, ...
+// A key of 0, which no number has: there is no such group.
+constexpr int KEYS_PER_THREAD = MAX_GROUPS / ROW_THREADS;
+struct GroupKeys {
+  u32 key[KEYS_PER_THREAD];
+};
+DEV GroupKeys load_keys(const u32* groups, int num_groups) {
+  GroupKeys keys;
+#pragma unroll
+  for (int j = 0; j < KEYS_PER_THREAD; j++) {
+    const int group = j * ROW_THREADS + threadIdx.x;
+    keys.key[j] = group < num_groups ? groups[group] : 0;
+  }
+  return keys;
+}
 
 // The row in sample_rows, with tempered logits relative to their best.
 struct Cutter {
@@ -80,53 +100,45 @@ struct Cutter {
     if (place < LIST) shared.list[place] = rank;
   }
 
-  // List the tokens of at least the tempered value `reached`.
-  DEV void list_candidates(const u32* groups, int num_groups, float reached) {
-    if (threadIdx.x == 0) shared.num_groups = shared.num_listed = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < num_groups; i += ROW_THREADS) {
-      if (row.tempered(from_ordered(groups[i])) >= reached) {
-        shared.groups[atomicAdd(&shared.num_groups, 1u)] = (u16)i;
-      }
+  // List the tokens of at least the tempered value `reached`, of which none is below `lowest` before
+  // temperature.
+  DEV void list_candidates(const GroupKeys& keys, float lowest, float reached) {
+#pragma unroll
+    for (int j = 0; j < KEYS_PER_THREAD; j++) {
+      if (keys.key[j] == 0 || !(from_ordered(keys.key[j]) >= lowest)) continue;
+      shared.groups[atomicAdd(&shared.num_groups, 1u)] = (u16)(j * ROW_THREADS + threadIdx.x);
     }
     __syncthreads();
     const int num_octets = shared.num_groups * (GROUP / OCTET);
+#pragma unroll 1
     for (int i = threadIdx.x; i < num_octets; i += ROW_THREADS) {
       const int first = shared.groups[i / (GROUP / OCTET)] * GROUP + i % (GROUP / OCTET) * OCTET;
       if (first >= row.vocab_size) continue;
       float x[OCTET];
-      row.tempered_octet(first, x);
+      row.edited_octet(first, x);
 #pragma unroll
       for (int e = 0; e < OCTET; e++) {
-        if (x[e] >= reached && x[e] > -infinity()) push(ranked(ordered(x[e]), first + e));
+        if (!(x[e] >= lowest)) continue;
+        const float tempered = row.tempered(x[e]);
+        if (tempered >= reached && tempered > -infinity()) push(ranked(ordered(tempered), first + e));
       }
     }
     __syncthreads();
   }
 
   // With the candidates listed, sorted: how many of them are kept, or 0 if they do not tell.
-  DEV int kept_candidates(int num_listed, bool is_complete, float floor) {
+  DEV int kept_candidates(int num_listed, bool is_complete, double mass) {
     const RowParams& params = *row.params;
+    const int left = params.top_k > 0 ? min(num_listed, params.top_k) : num_listed;
+    if (params.top_p >= 1) return is_complete ? left : 0;
+    if (!is_complete && mass < 0) return 0;
     const int first = PER_THREAD * threadIdx.x;
     u64 amounts[PER_THREAD];
 #pragma unroll
     for (int j = 0; j < PER_THREAD; j++) {
-      amounts[j] = first + j < num_listed && logit_of(shared.list[first + j]) >= floor;
-    }
-    int left = (int)block_crossing(amounts, 0, infinity(), shared.crossing).total;
-    if (params.top_k > 0) {
-      left = left < params.top_k ? left : params.top_k;
-      is_complete = true;  // nothing else can be among the first k
-    }
-    if (params.top_p >= 1) return is_complete ? left : 0;
-    if (!is_complete && !(row.flags & MASS)) return 0;
-#pragma unroll
-    for (int j = 0; j < PER_THREAD; j++) {
       amounts[j] = first + j < left ? weight(logit_of(shared.list[first + j])) : 0;
     }
-    const double mass =
-        is_complete ? (double)block_crossing(amounts, 0, infinity(), shared.crossing).total
-                    : (double)shared.mass * MASS_UNITS;
+    if (is_complete) mass = (double)block_crossing(amounts, 0, infinity(), shared.crossing).total;
     const Crossing last = block_crossing(amounts, 0, params.top_p * mass, shared.crossing);
     return last.index >= 0 ? last.index + 1 : is_complete ? left : 0;
   }
@@ -358,51 +370,59 @@ DEV float row_mass(const Row& row, const Part* parts, int num_slices, float best
   return warp_sum(mass);
 }
 
-// Try the best few tokens: how many of the list are left by min_p, top_k and top_p, 0 if it takes more.
-DEV int keep_candidates(Cutter& cutter, const u32* groups, float floor) {
+// Try the best few tokens: the one drawn, or NONE if it takes more. `raw_best` is the best logit before
+// temperature, `floor` the least tempered logit that min_p leaves, `mass` that of all tokens or negative.
+DEV u32 draw_from_candidates(Cutter& cutter, const GroupKeys& keys, float raw_best, float floor,
+                             double mass) {
   const Row& row = cutter.row;
   RowShared& shared = cutter.shared;
-  const int num_groups = (row.vocab_size + GROUP - 1) / GROUP;
+#pragma unroll
+  for (int j = 0; j < KEYS_PER_THREAD; j++) {
+    if (keys.key[j] == 0) continue;
+    atomicAdd(&shared.buckets.count[bucket_of(raw_best - from_ordered(keys.key[j]))], 1u);
+  }
+  __syncthreads();
+  const float lowest_left = just_below(floor * row.temperature);
   int budget = row.params->top_k > 0 ? row.params->top_k : TOP_P_BUDGET;
 #pragma unroll 1
   for (; budget <= MAX_BUDGET; budget *= BUDGET_GROWTH) {
-    // a value before temperature that so many tokens reach, if as many are finite; 0: all do
-    const u32 key = block_kth_largest<ROW_THREADS>(groups, num_groups, budget,
-                                                   shared.histogram.count, shared.crossing);
-    const float reached = key ? row.tempered(from_ordered(key)) : -infinity();
-    cutter.list_candidates(groups, num_groups, fmaxf(reached, floor));
+    const float value = below_bucket(raw_best, block_bucket(budget, shared.buckets));
+    const float reached = row.tempered(value);
+    cutter.list_candidates(keys, fmaxf(just_below(value), lowest_left), fmaxf(reached, floor));
     const int num_listed = shared.num_listed;
     if (num_listed > LIST) break;
+    const bool is_complete =
+        row.params->top_k > 0 || !(reached > floor) || reached == -infinity();
+    u32 token = NONE;
     block_sort_descending(shared.list, num_listed);
-    const bool is_complete = !(reached > floor) || reached == -infinity();
-    const int kept = cutter.kept_candidates(num_listed, is_complete, floor);
-    if (kept > 0) return kept;
+    const int kept = cutter.kept_candidates(num_listed, is_complete, mass);
+    if (kept > 0) {
+      cutter.strike_out(kept);
+      token = cutter.winner(kept);
+    }
+    if (token != NONE) return token;
+    __syncthreads();
+    if (threadIdx.x == 0) shared.start_listing();
   }
-  return 0;
+  return NONE;
 }
 
-DEV u32 draw_truncated(const Row& row, const Part* parts, int num_slices, const u32* groups,
-                       float best) {
-  __shared__ RowShared shared;
+// Of a row whose best logit is `raw_best`, and `best` when tempered.
+DEV u32 draw_truncated(const Row& row, const Part* parts, int num_slices, const GroupKeys& keys,
+                       float raw_best, float best, RowShared& shared) {
   Cutter cutter = {row, best, shared};
   const RowParams& params = *row.params;
   const float floor = __fadd_rn(best, params.log_min_p);
-  if (row.flags & MASS) {
-    const float mass = row_mass(row, parts, num_slices, best);
-    if (threadIdx.x == 0) shared.mass = mass;  // seen after the barriers to come
-  }
-  int left = keep_candidates(cutter, groups, floor);
-  if (left > 0) {
-    cutter.strike_out(left);
-  } else {
-    // no token of -infinity, and none below the floor
-    const u32 lowest = ordered(-infinity()) + 1, floor_key = ordered(floor);
-    u64 cut = (u64)(floor_key > lowest ? floor_key : lowest) << 32;
+  const double mass =
+      row.flags & MASS ? (double)row_mass(row, parts, num_slices, best) * MASS_UNITS : -1.;
+  const u32 token = draw_from_candidates(cutter, keys, raw_best, floor, mass);
+  if (token != NONE) return token;
+  // no token of -infinity, and none below the floor
+  const u32 lowest = ordered(-infinity()) + 1, floor_key = ordered(floor);
+  u64 cut = (u64)(floor_key > lowest ? floor_key : lowest) << 32;
 #pragma unroll 1
-    for (int by_mass = params.top_k > 0 ? 0 : 1; by_mass < (params.top_p < 1 ? 2 : 1); by_mass++) {
-      cut = cutter.narrow_cut(cut, by_mass, by_mass ? params.top_p : params.top_k);
-    }
-    left = cutter.list_rivals(cut);
+  for (int by_mass = params.top_k > 0 ? 0 : 1; by_mass < (params.top_p < 1 ? 2 : 1); by_mass++) {
+    cut = cutter.narrow_cut(cut, by_mass, by_mass ? params.top_p : params.top_k);
   }
-  return cutter.winner(left);
+  return cutter.winner(cutter.list_rivals(cut));
 }

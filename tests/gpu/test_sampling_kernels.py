@@ -14,6 +14,7 @@ from engine.plan import RowInit
 from engine.runner.device_sampler import DeviceSampler
 from tests.kernels.sampling_cases import (
     Batch,
+    candidate_counts,
     check_batch,
     equal_bounds,
     hard_draws,
@@ -73,6 +74,15 @@ def test_peculiar_rows(device: torch.device, name: str, vocab_size: int) -> None
 @pytest.mark.parametrize("name", list(hard_draws(8)))
 def test_hard_draws(device: torch.device, name: str) -> None:
     logits, params = hard_draws(50_000)[name]
+    check_batch(Batch(logits, params), device, steps=1)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 400.0])
+def test_numbers_of_candidates(device: torch.device, scale: float) -> None:
+    params = candidate_counts()
+    logits = normal((len(params), 152_064), scale)
+    logits[::4, 50_000:] = -torch.inf
+    logits[1::4] = torch.round(logits[1::4])
     check_batch(Batch(logits, params), device, steps=1)
 
 

@@ -3,6 +3,7 @@
 Used with emulated kernels on CPU tensors, and on a GPU.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -163,6 +164,17 @@ def truncations(seed: int = 0, temperature: float = 1.0) -> list[SamplingParams]
     ]
 
 
+def candidate_counts(seed: int = 0) -> list[SamplingParams]:
+    """One row each for numbers of candidates, at the edges of what is compared all with all."""
+    counts = [1, 2, 63, 90, 100, 110, 120, 126, 127, 128, 129, 140, 255, 400]
+    return [
+        SamplingParams(seed=1000 * seed + i, top_k=top_k, top_p=top_p, temperature=temperature)
+        for i, (top_k, (top_p, temperature)) in enumerate(
+            itertools.product(counts, [(1.0, 1.0), (0.8, 1.7), (0.999, 0.01)])
+        )
+    ]
+
+
 def rows_of(logits: npt.NDArray[np.float32] | Tensor, count: int) -> Tensor:
     """The same row [V] for all of `count` requests."""
     return torch.as_tensor(logits).expand(count, -1).contiguous()
@@ -181,6 +193,11 @@ def peculiar_rows(vocab_size: int, seed: int = 0) -> dict[str, Tensor]:
     )
     peak = plain.clone()
     peak[vocab_size // 2] = 60.0
+    # as many groups as candidates are asked for reach 1, no others come near
+    far = plain - 200.0
+    far[:: max(vocab_size // 64, 1)] = 1.0
+    merging = torch.from_numpy(np.nextafter(np.float32(3), np.float32(9)) * np.ones(vocab_size))
+    merging = torch.where(plain > 0, merging.float(), 3.0)
     last = plain.clone()
     last[-1] = plain.max() + 1.0
     return {
@@ -194,6 +211,8 @@ def peculiar_rows(vocab_size: int, seed: int = 0) -> dict[str, Tensor]:
         "mostly forbidden": sparse,
         "plateau": plateau,
         "peak": peak,
+        "far apart": far,
+        "neighbours": merging,
         "best at the end": last,
     }
 

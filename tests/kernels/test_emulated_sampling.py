@@ -4,6 +4,7 @@ Both draw from the same noise, so tokens must be equal one by one.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from engine.api.sampling import MAX_BIASES, SamplingParams
 from engine.ops import logprobs_cuda, sample_cuda
-from engine.ops.jit import KernelConfig
+from engine.ops.jit import KernelConfig, VariantSpec
 from engine.ops.sample_cuda import (
     BIAS_DTYPE,
     IN_PROMPT,
@@ -29,6 +30,7 @@ from tests.kernels.emulator import emulated
 from tests.kernels.sampling_cases import (
     Batch,
     assert_equal,
+    candidate_counts,
     check_batch,
     coarse_bits,
     equal_bounds,
@@ -83,6 +85,30 @@ def test_peculiar_rows(name: str) -> None:
 def test_hard_draws(name: str) -> None:
     logits, params = hard_draws(4500)[name]
     check_batch(Batch(logits, params), CPU, steps=1)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 400.0])
+@pytest.mark.parametrize("vocab_size", [40, 130, 9001])
+def test_numbers_of_candidates(vocab_size: int, scale: float) -> None:
+    params = candidate_counts()
+    logits = normal((len(params), vocab_size), scale)
+    logits[::4, vocab_size // 3 :] = -torch.inf
+    logits[1::4] = torch.round(logits[1::4])
+    check_batch(Batch(logits, params), CPU, steps=1)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_in_any_order_of_warps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    real = sample_cuda.variants
+
+    def shuffled(dtype: torch.dtype, sampling_class: SamplingClass) -> list[VariantSpec]:
+        specs = real(dtype, sampling_class)
+        return [replace(s, defines={**s.defines, "EMU_SHUFFLED": seed}) for s in specs]
+
+    monkeypatch.setattr(sample_cuda, "variants", shuffled)
+    params = [*truncations(), *mixed_params(12, logprobs=False)]
+    for scale in (0.3, 3.0):
+        check_batch(Batch(normal((len(params), 5003), scale), params), CPU, steps=1)
 
 
 def test_a_likely_token_without_luck() -> None:
