@@ -3,6 +3,10 @@
 // Which value so many tokens reach is read off a histogram of the groups' largest logits, by their distance
 // from the best one. Its buckets get wider with the distance, 32 for each power of two, so that flat and
 // steep rows are told alike: about an eighth more tokens come than asked for.
+//
+// Few candidates need no sort. What is better than each is counted and weighed by comparing all with all,
+// while some of the threads compute the candidates' scores; then each token's thread knows whether min_p,
+// top_k and top_p keep it.
 #pragma once
 #include "common/dtype.cuh"
 #include "common/philox.cuh"
@@ -57,4 +61,85 @@ DEV int block_bucket(u32 wanted, BucketShared& shared) {
   return shared.found;
 }
 
+constexpr int FEW = 128;
+constexpr int SCORERS = FEW, COUNTERS = (ROW_THREADS - SCORERS) / FEW;  // threads; for each candidate
+
+struct Candidates {
+  u64 rank[FEW], weight[FEW];
+};
+
+struct FewShared {
+  u32 better[COUNTERS][FEW];
+  u64 weight_of_better[COUNTERS][FEW];
+  u64 weight[SCORERS / 32];
+  Score score[SCORERS / 32];
+};
+
 constexpr u32 NONE = 0xffffffffu;
+
+// Draw from what top_k and top_p leave of `count` candidates, the best tokens of the row that min_p leaves.
+// `is_complete`: these are all that top_k has to choose from. `mass` is the weight of all tokens, or
+// negative if it is not known. NONE: more candidates are needed.
+DEV u32 draw_from_few(const Row& row, const Candidates& candidates, int count, bool is_complete,
+                      double mass, FewShared& shared) {
+  const RowParams& params = *row.params;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = threadIdx.x % FEW;
+  Score score = {-(double)infinity(), NONE};
+  if (i < count) {
+    const u64 rank = candidates.rank[i];
+    if (threadIdx.x < SCORERS) {
+      score.id = rank_id(rank);
+      score.value = (double)from_ordered(rank_key(rank)) +
+                    token_noise(params.seed, row.position, score.id);
+    } else {
+      const int part = (threadIdx.x - SCORERS) / FEW;
+      u32 better = 0;
+      u64 weight = 0;
+#pragma unroll 4
+      for (int other = part; other < count; other += COUNTERS) {
+        const bool is_better = candidates.rank[other] > rank;
+        better += is_better;
+        weight += is_better ? candidates.weight[other] : 0;
+      }
+      shared.better[part][i] = better;
+      shared.weight_of_better[part][i] = weight;
+    }
+  }
+  __syncthreads();
+  bool is_left = false;
+  u64 before = 0;
+  if (threadIdx.x < SCORERS) {
+    if (i < count) {
+      u32 better = 0;
+#pragma unroll
+      for (int part = 0; part < COUNTERS; part++) {
+        better += shared.better[part][i];
+        before += shared.weight_of_better[part][i];
+      }
+      is_left = params.top_k == 0 || better < params.top_k;
+    }
+    u64 weight = is_left ? candidates.weight[i] : 0;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) weight += __shfl_xor_sync(FULL_WARP, weight, step);
+    if (lane == 0) shared.weight[warp] = weight;
+  }
+  __syncthreads();
+  u64 total = 0;
+#pragma unroll
+  for (int w = 0; w < SCORERS / 32; w++) total += shared.weight[w];
+  const double limit = params.top_p * (is_complete ? (double)total : mass);
+  const bool tells =
+      is_complete || (params.top_p < 1 && mass >= 0 && (double)total >= limit);
+  if (!tells) return NONE;
+  if (threadIdx.x < SCORERS) {
+    const bool is_kept = is_left && (params.top_p >= 1 || (double)before < limit);
+    if (!is_kept) score = {-(double)infinity(), NONE};
+    score = warp_best(score);
+    if (lane == 0) shared.score[warp] = score;
+  }
+  __syncthreads();
+  score = shared.score[0];
+#pragma unroll
+  for (int w = 1; w < SCORERS / 32; w++) score = better(score, shared.score[w]);
+  return score.id;
+}

@@ -14,7 +14,7 @@ constexpr int PER_THREAD = BINS / ROW_THREADS;
 constexpr float BINS_PER_UNIT = 64.f;  // of the first histogram, over the distance from the best logit
 
 // Candidates to ask for: top_k, or this many for top_p and min_p alone, and more if they do not tell.
-constexpr int TOP_P_BUDGET = 256, BUDGET_GROWTH = 4, MAX_BUDGET = 1024;
+constexpr int TOP_P_BUDGET = 64, BUDGET_GROWTH = 4, MAX_BUDGET = 1024;
 
 struct Histogram {
   u32 count[BINS], mass_low[BINS], mass_high[BINS];
@@ -24,8 +24,12 @@ struct RowShared {
   union {
     Histogram histogram;
     u16 groups[MAX_GROUPS];  // those to be read again
+    FewShared few;           // when they have been read
   };
-  u64 list[LIST];  // ranks
+  union {
+    u64 list[LIST];  // ranks
+    Candidates candidates;
+  };
   BucketShared buckets;
   CrossingShared crossing;
   float reach[MAX_WARPS];
@@ -394,11 +398,20 @@ DEV u32 draw_from_candidates(Cutter& cutter, const GroupKeys& keys, float raw_be
     const bool is_complete =
         row.params->top_k > 0 || !(reached > floor) || reached == -infinity();
     u32 token = NONE;
-    block_sort_descending(shared.list, num_listed);
-    const int kept = cutter.kept_candidates(num_listed, is_complete, mass);
-    if (kept > 0) {
-      cutter.strike_out(kept);
-      token = cutter.winner(kept);
+    if (num_listed <= FEW) {
+      if (threadIdx.x < num_listed) {
+        const u64 rank = shared.candidates.rank[threadIdx.x];
+        shared.candidates.weight[threadIdx.x] = cutter.weight(Cutter::logit_of(rank));
+      }
+      __syncthreads();
+      token = draw_from_few(row, shared.candidates, num_listed, is_complete, mass, shared.few);
+    } else {
+      block_sort_descending(shared.list, num_listed);
+      const int kept = cutter.kept_candidates(num_listed, is_complete, mass);
+      if (kept > 0) {
+        cutter.strike_out(kept);
+        token = cutter.winner(kept);
+      }
     }
     if (token != NONE) return token;
     __syncthreads();
