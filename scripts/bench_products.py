@@ -179,8 +179,12 @@ def print_model(model: str, timings: list[Timing]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL")
-    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    names = f"some of {', '.join(MODELS)}; default: all"
+    parser.add_argument(
+        "--model", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL", help=names
+    )
+    rows = f"up to 256; default: {' '.join(map(str, ROWS))}"
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS), help=rows)
     parser.add_argument("--json", type=Path, help="write all times here as well")
     options = parser.parse_args()
     if not torch.cuda.is_available():
