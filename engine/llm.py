@@ -10,21 +10,18 @@ Below it is the whole engine in this process (engine/offline.py), with the funct
 processes run; so both faces give the same text.
 """
 
-import dataclasses
-import difflib
 import gc
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from engine.api.config import ConfigError, EngineConfig
 from engine.api.messages import (
     ChatPrompt,
     Deltas,
@@ -32,25 +29,19 @@ from engine.api.messages import (
     Generate,
     Prompt,
     RequestError,
-    TextPrompt,
     TokenLogprobText,
-    TokenPrompt,
 )
 from engine.api.sampling import SamplingParams, StructuredOutput
+from engine.llm_arguments import (
+    PromptInput,
+    as_list,
+    as_prompt,
+    check_conversations,
+    make_config,
+    params_for,
+)
 from engine.offline import OfflineEngine, uninterrupted
 from tokenizer_proc.prepare import PreparedRequest
-
-PromptInput = str | Sequence[int] | dict[str, Any]
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# Settings of vLLM that mean what this engine does anyway.
-FIXED_SETTINGS: dict[str, tuple[object, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "trust_remote_code": (False,),
-    "quantization": (None,),
-}
 
 
 @dataclass
@@ -94,7 +85,8 @@ class LLM:
 
     Without `model` the small default model is prepared and used. Raises ConfigError (a ValueError with
     one helpful line) when the settings, the files or the memory do not work. Use it as a context
-    manager, or call `shutdown`, to free the memory.
+    manager, or call `shutdown`, to free the memory. Threads may share it: their calls run one after
+    another, so one call with many prompts is faster.
     """
 
     def __init__(
@@ -113,6 +105,7 @@ class LLM:
         self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self.num_generated = 0
         self.is_shut_down = False
+        self.turn = threading.RLock()  # one batch at a time; steps of two threads would mix
 
     def __enter__(self) -> "LLM":
         return self
@@ -122,13 +115,14 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free weights and KV cache. The object cannot be used afterwards."""
-        if self.is_shut_down:
-            return
-        self.live.clear()
-        self.is_shut_down = True
-        self.engine.shutdown()
-        del self.engine
-        gc.collect()
+        with self.turn:
+            if self.is_shut_down:
+                return
+            self.live.clear()
+            self.is_shut_down = True
+            self.engine.shutdown()
+            del self.engine
+            gc.collect()
 
     def generate(
         self,
@@ -142,7 +136,9 @@ class LLM:
         `sampling_params` is one for all, or one for each. Raises PromptError (a ValueError) for a
         prompt that cannot run, before any of them does.
         """
-        return self._run([as_prompt(p) for p in as_list(prompts)], sampling_params, use_tqdm)
+        asked = [as_prompt(p) for p in as_list(prompts)]
+        with self.turn:
+            return self._run(asked, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -165,7 +161,8 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        with self.turn:
+            return self._run(prompts, sampling_params, use_tqdm)
 
     # --- one batch --------------------------------------------------------------------------------
 
@@ -282,89 +279,6 @@ def by_token(entry: TokenLogprobText) -> dict[int, Logprob] | None:
         return None
     ranked = entry.ranked(len(entry.top))
     return {e.token_id: Logprob(e.logprob, rank, e.token) for rank, e in ranked}
-
-
-# --- arguments ----------------------------------------------------------------------------------------
-
-
-def make_config(model: str, tokenizer: str, settings: dict[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword arguments. Raises ConfigError naming a wrong one and its remedy."""
-    known = {f.name for f in dataclasses.fields(EngineConfig)}
-    chosen: dict[str, Any] = {"log_level": "warning"}
-    for name, value in settings.items():
-        if name in FIXED_SETTINGS:
-            if value not in FIXED_SETTINGS[name]:
-                raise ConfigError(
-                    f"{name}={value!r} is not supported; leave it out or use "
-                    f"{FIXED_SETTINGS[name][0]!r}"
-                )
-        elif name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
-            )
-            raise ConfigError(f"LLM has no setting {name!r}{hint}")
-        else:
-            chosen[name] = str(value) if name == "max_model_len" else value
-    if chosen.get("max_model_len") == "None":
-        chosen["max_model_len"] = "auto"
-    if chosen.get("preemption_mode", "") is None:  # vLLM's default
-        del chosen["preemption_mode"]
-    return EngineConfig(model=model, tokenizer=tokenizer, **chosen)
-
-
-def as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """One prompt (a string, a dict, or a list of ids) or a list of prompts, as a list of prompts."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, float) for item in items):
-        raise ValueError(f"a prompt of token ids holds whole numbers, got {items[0]!r}")
-    if items and all(isinstance(item, int | np.integer) for item in items):
-        return [items]
-    return items
-
-
-def as_prompt(prompt: PromptInput) -> Prompt:
-    if isinstance(prompt, str):
-        return TextPrompt(text=prompt)
-    if isinstance(prompt, dict):
-        if "prompt_token_ids" in prompt:
-            return TokenPrompt(np.asarray(prompt["prompt_token_ids"], np.int32).tobytes())
-        if "prompt" in prompt:
-            return TextPrompt(text=prompt["prompt"])
-        raise ValueError(
-            f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
-        )
-    return TokenPrompt(np.asarray(prompt, np.int32).tobytes())
-
-
-def check_conversations(conversations: Sequence[Any]) -> None:
-    """Raise ValueError unless each is a list of messages with a role and a content."""
-    for conversation in conversations:
-        if not isinstance(conversation, list) or not conversation:
-            raise ValueError(
-                f"a conversation is a list of messages such as [{{'role': 'user', 'content': ...}}], "
-                f"got {conversation!r:.80}"
-            )
-        for message in conversation:
-            role = message.get("role") if isinstance(message, dict) else None
-            if role not in ROLES or "content" not in message:
-                raise ValueError(
-                    f"a message needs a content and a role of {', '.join(ROLES)}, got {message!r:.80}"
-                )
-
-
-def params_for(
-    prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if given is None:
-        given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [msgspec.structs.replace(given) for _ in prompts]
-    if len(given) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts, but {len(given)} sampling parameters")
-    return list(given)
 
 
 __all__ = [
