@@ -34,7 +34,7 @@ from server.model_check import model_digest, sampling_defaults
 from server.processes import Child, run_with_progress
 from server.progress import ProgressReport
 from server.run_dir import private_run_dir
-from server.service import Service, draining, engine_dead
+from server.service import Service, engine_dead, shut_down
 from server.status_line import log_status
 from server.tls import tls_context
 
@@ -160,7 +160,7 @@ class Launcher:
             await asyncio.sleep(DRAIN_POLL_S)
         if self.client.num_live:
             logger.warning("ending %d requests that still run", self.client.num_live)
-        self.client.fail_all(draining())
+        self.client.fail_all(shut_down())
 
     # --- start --------------------------------------------------------------------------------------
 

@@ -188,6 +188,16 @@ def draining() -> ApiError:
     )
 
 
+def shut_down() -> ApiError:
+    """For requests that drain time was too short for; another server may take them."""
+    return ApiError(
+        503,
+        "draining",
+        "The server is shutting down and ended this request before it was done.",
+        retry_after=RETRY_LOADING_S,
+    )
+
+
 def aborted() -> ApiError:
     """500, as proxies repeat a 503 elsewhere."""
     return ApiError(500, "aborted", "An operator of the server ended this request.")

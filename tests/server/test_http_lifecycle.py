@@ -13,7 +13,7 @@ import pytest
 
 from engine.api.messages import Deltas, FinishReason, Generate, Phase, RequestError
 from server import stream
-from server.service import draining, engine_dead
+from server.service import engine_dead, shut_down
 from tests.server.conftest import Site, eventually, read_events, running_site
 from tests.server.fake_backend import Script
 
@@ -155,9 +155,10 @@ async def test_keep_alive_comments() -> None:
         site.backend.script = lambda g: Script(hold="queued")
         async with stream_of(site) as response:
             assert await response.content.readline() == b": keep-alive\n"
-            site.service.client.fail_all(draining())
+            site.service.client.fail_all(shut_down())
             rest = (await response.read()).decode()
         assert '"draining"' in rest
+        assert "ended this request" in rest
 
 
 async def test_silence_without_keep_alive() -> None:

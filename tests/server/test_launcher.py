@@ -129,7 +129,9 @@ def test_drain_timeout_ends_streams_with_an_error_event(model: str, tmp_path: Pa
         stream = StreamReader(server, max_tokens=LONG)
         server.process.send_signal(signal.SIGTERM)
         last = stream.last()
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "draining"
+        assert error["message"].startswith("The server is shutting down and ended this request")
         assert server.process.wait(20) == 0
 
 
