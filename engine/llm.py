@@ -41,6 +41,7 @@ from engine.llm_arguments import (
     params_for,
 )
 from engine.offline import OfflineEngine, uninterrupted
+from tokenizer_proc.errors import PromptError
 from tokenizer_proc.prepare import PreparedRequest
 
 
@@ -175,7 +176,7 @@ class LLM:
         if self.is_shut_down:
             raise RuntimeError("this LLM was shut down; make a new one")
         params = params_for(prompts, sampling_params)
-        requests = [self._prepare(*each) for each in zip(prompts, params, strict=True)]
+        requests = self._prepare_all(prompts, params)
         outputs = [output for output, _, _ in requests]
         with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm) as bar:
             try:
@@ -187,6 +188,21 @@ class LLM:
                 with uninterrupted():
                     self._abort_all()
         return outputs
+
+    def _prepare_all(
+        self, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list[tuple[RequestOutput, Generate, PreparedRequest]]:
+        """Raises PromptError, which says of which of many prompts it speaks."""
+        requests = []
+        for i, each in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._prepare(*each))
+            except PromptError as error:
+                if len(prompts) == 1:
+                    raise
+                message = f"prompts[{i}]: {error.message}"
+                raise PromptError(error.status, error.code, message, error.param) from None
+        return requests
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams

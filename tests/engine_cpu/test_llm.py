@@ -119,9 +119,12 @@ def test_chat_uses_the_template(llm):
     ],
 )
 def test_prompts_that_cannot_run_are_refused_before_any_runs(llm, prompt, params, code):
+    with pytest.raises(PromptError) as alone:
+        llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
     with pytest.raises(PromptError) as caught:
-        llm.generate(["fine", prompt], SamplingParams(**params), use_tqdm=False)
+        llm.generate(["fine", prompt], [SamplingParams(), SamplingParams(**params)], use_tqdm=False)
     assert caught.value.code == code
+    assert str(caught.value) == f"prompts[1]: {alone.value}", "of many, the one that is meant"
     assert not llm.engine.loop.has_work()
 
 
