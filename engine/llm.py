@@ -151,8 +151,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists)."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        is_one = isinstance(messages, list) and messages and isinstance(messages[0], dict)
+        conversations = [messages] if is_one else messages
         check_conversations(conversations)
+        if not isinstance(chat_template_kwargs, dict | None):
+            raise ValueError(f"chat_template_kwargs is a dict, got {chat_template_kwargs!r:.80}")
         prompts: list[Prompt] = [
             ChatPrompt(
                 messages=conversation,  # type: ignore[arg-type]

@@ -128,6 +128,10 @@ def wrong_prompt(prompt: object) -> ValueError:
 
 def check_conversations(conversations: Sequence[Any]) -> None:
     """Raise ValueError unless each is a list of messages with a role and a content."""
+    if not isinstance(conversations, list | tuple):
+        raise ValueError(
+            f"chat takes a list of messages or a list of conversations, got {conversations!r:.80}"
+        )
     for conversation in conversations:
         if not isinstance(conversation, list) or not conversation:
             raise ValueError(

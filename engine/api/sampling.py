@@ -100,6 +100,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         stop: list[str] | str = self.stop
         if isinstance(stop, str):  # offline users may pass one string
             self.stop = [stop]
+        self._check_collections()
         for name, (low, high) in REALS.items():
             check_range(name, getattr(self, name), low, high, is_open=name in ABOVE_LOWEST)
         for name, (least, most) in INTEGERS.items():
@@ -115,11 +116,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if len(self.stop) > MAX_STOP:
             raise ParamError("stop", f"stop takes at most {MAX_STOP} strings, got {len(self.stop)}")
         for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT:
-                raise ParamError(
-                    "stop",
-                    f"each stop string must have 1 to {MAX_TEXT} characters, got {text!r:.80}",
-                )
+            check_text("stop", text, "each stop string")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise ParamError(
                 "stop_token_ids",
@@ -136,6 +133,24 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             check_int("logit_bias", token_id, 0, INT64_MAX, what="each token id of logit_bias")
             check_range("logit_bias", bias, *BIAS)
         self._check_constraints()
+
+    def _check_collections(self) -> None:
+        """None is the same as an empty one, as elsewhere. One string is no list of strings: its
+        characters would be taken one by one."""
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is None and name != "allowed_token_ids":
+                setattr(self, name, [])
+            elif value is not None and not isinstance(value, list | tuple):
+                raise ParamError(name, f"{name} must be a list, got {value!r:.80}")
+        biases: object = self.logit_bias
+        if biases is None:
+            self.logit_bias = {}
+        elif not isinstance(biases, dict):
+            raise ParamError(
+                "logit_bias",
+                f"logit_bias must be a dict of token ids and numbers, got {biases!r:.80}",
+            )
 
     def _check_constraints(self) -> None:
         if self.structured is not None and not isinstance(self.structured, StructuredOutput):
@@ -161,11 +176,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
                 f"bad_words takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}",
             )
         for word in self.bad_words:
-            if not isinstance(word, str) or not 1 <= len(word) <= MAX_TEXT:
-                raise ParamError(
-                    "bad_words",
-                    f"each of bad_words must have 1 to {MAX_TEXT} characters, got {word!r:.80}",
-                )
+            check_text("bad_words", word, "each of bad_words")
 
     @property
     def has_constraints(self) -> bool:
@@ -222,6 +233,14 @@ def check_int(
         is_open = high == INT64_MAX and value < low
         bounds = f"at least {low}" if is_open else f"between {low} and {high}"
         raise ParamError(name, f"{what or name} must be {bounds}{besides}, got {value!r:.80}")
+
+
+def check_text(name: str, text: object, what: str) -> None:
+    """Raise ParamError unless `text` is a string of 1 to MAX_TEXT characters that UTF-8 can hold."""
+    if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT:
+        raise ParamError(name, f"{what} must have 1 to {MAX_TEXT} characters, got {text!r:.80}")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ParamError(name, f"{what} must be text, which holds no lone surrogate: {text!r:.80}")
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -176,11 +176,24 @@ def test_ctrl_c_leaves_a_usable_engine(llm):
 
 
 @pytest.mark.parametrize(
-    "messages", ["hello", [{"role": "user"}], [{"role": "alien", "content": "x"}], [[]]]
+    "messages",
+    [
+        "hello",
+        None,
+        {"role": "user", "content": "one message, no list"},
+        [{"role": "user"}],
+        [{"role": "alien", "content": "x"}],
+        [[]],
+    ],
 )
 def test_conversations_are_checked(llm, messages):
     with pytest.raises(ValueError, match="message"):
         llm.chat(messages, use_tqdm=False)
+
+
+def test_template_variables_are_a_dict(llm):
+    with pytest.raises(ValueError, match="chat_template_kwargs is a dict, got 5"):
+        llm.chat([{"role": "user", "content": "x"}], use_tqdm=False, chat_template_kwargs=5)
 
 
 def test_prompts_of_fractions_are_refused(llm):

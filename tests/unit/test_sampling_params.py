@@ -40,6 +40,13 @@ from engine.api.sampling import ParamError, SamplingParams, StructuredOutput
         ("logit_bias", {3: 101.0}, "logit_bias must be between -100.0 and 100.0, got 101.0"),
         ("logit_bias", {"3": 1.0}, "each token id of logit_bias must be an integer, got '3'"),
         ("logit_bias", {-3: 1.0}, "each token id of logit_bias must be at least 0, got -3"),
+        ("stop", ["\ud800"], r"each stop string must be text, which holds no lone surrogate: '\ud"),
+        ("stop", 5, "stop must be a list, got 5"),
+        ("stop_token_ids", 5, "stop_token_ids must be a list, got 5"),
+        ("bad_words", "abc", "bad_words must be a list, got 'abc'"),
+        ("bad_words", ["a\udfff"], "each of bad_words must be text, which holds no lone"),
+        ("allowed_token_ids", 5, "allowed_token_ids must be a list, got 5"),
+        ("logit_bias", [3], "logit_bias must be a dict of token ids and numbers, got [3]"),
     ],
 )
 def test_refused(field: str, value: Any, message: str) -> None:
@@ -51,6 +58,13 @@ def test_refused(field: str, value: Any, message: str) -> None:
 
 def test_integers_are_numbers_where_numbers_are_wanted() -> None:
     params = SamplingParams(temperature=1, top_p=0, frequency_penalty=-2, logit_bias={5: 3})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_none_is_the_same_as_empty() -> None:
+    names = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+    params = SamplingParams(**dict.fromkeys(names))
+    assert params == SamplingParams()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
