@@ -24,6 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine.ops import gated_gemm_sm90 as gated_gemm
 from engine.ops import jit, linear
+from engine.ops import narrow_gemm as narrow
 from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
@@ -87,6 +88,8 @@ def kernels_for(m: int, p: Product) -> dict[str, Kernel]:
     found: dict[str, Kernel] = {"library": partial(library, p, x, out)}
     if skinny.supports(m, p.n, p.k, BF16):
         found["skinny_gemm"] = partial(ours, skinny.skinny_gemm, p, x, out)
+    if device_of().has_clusters and narrow.supports(m, p.n, p.k, BF16):
+        found["narrow_gemm"] = partial(ours, narrow.narrow_gemm, p, x, out)
     if device_of().has_clusters and wide.supports(m, p.n, p.k, BF16):
         found["wide_gemm_sm90"] = partial(ours, wide.wide_gemm_sm90, p, x, out)
     if device_of().has_clusters and p.gated and m >= gated_gemm.FEWEST_ROWS:
@@ -122,6 +125,10 @@ def compile_all(models: list[str], rows: list[int]) -> None:
         if device_of().has_clusters:
             buckets = {wide.rows_for(m) for m in rows if m <= wide.ROWS[-1]}
             specs += [wide.variant_of(p, bucket, BF16, device_of()) for bucket in buckets]
+            for columns in {narrow.column_tiles_for(m) for m in rows if m <= narrow.MAX_ROWS}:
+                plan = narrow.make_plan(columns, p.n, p.k, device_of(), p.gated)
+                if plan is not None:
+                    specs.append(narrow.variant(plan, BF16, p.normed, p.float_out))
     jit.prebuild(list({str(spec): spec for spec in specs}.values()))
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from engine.ops import gated_gemm_sm90 as gated_gemm
 from engine.ops import jit
+from engine.ops import narrow_gemm as narrow
 from engine.ops import skinny_gemm as skinny
 from engine.ops import wide_gemm_sm90 as wide
 from engine.ops.activation import silu_and_mul
@@ -43,7 +44,11 @@ from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
 WIDE_ROWS = 64  # up to so many wide_gemm_sm90 is never slower than the library by more than 1%, whatever the product
+ESTIMATED_ROWS = 192  # up to so many estimates choose
 MOST_FEW_ROWS = wide.ROWS[-1]  # no kernel for few rows takes more
+# Of a gated product: for so many rows the norm's kernel and gated_gemm_sm90 take less time together than
+# wide_gemm_sm90, which norms on the way. On an H200, at 256 rows of a 0.5B model: 14.2 and 15.7 us.
+FEWEST_ROWS_BEFORE_WIDE = 241
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -127,38 +132,45 @@ def fastest(
     """For x [m, k] and W [n, k], and what surrounds them; None: torch's library.
 
     Each kernel's time was measured for the products of ten models, 0.1 to 14B, at 22 numbers of rows from 1 to 256 in
-    chains of dependent launches on an H200, and estimates were fitted to that. What is chosen took 1.01 times as
-    long as the fastest, in the mean. Products of more than WIDE_ROWS rows with nothing around them, a model's head
-    mostly, are the library's: to store their results takes the others longer."""
+    chains of dependent launches on an H200 (scripts/bench_products.py), and whole decode steps of some of them. In
+    steps, where a kernel follows others than itself, W of less than SMALL_W are narrow_gemm's up to 16 rows although in
+    chains wide_gemm_sm90 is as fast, and beyond 192 rows larger ones are the library's. Between 65 and 192 rows
+    estimates choose that were fitted to the chains. Products of more than WIDE_ROWS rows with nothing around them, a
+    model's head mostly, are the library's: to store their results takes the others longer."""
     if skinny.is_chosen(m, n, k, dtype, device.has_clusters):
         return skinny.skinny_gemm
+    if narrow.is_chosen(m, n, k, dtype, device):
+        return narrow.narrow_gemm
     if not device.has_clusters:
         return None
     is_wide = wide.supports(m, n, k, dtype)
+    if is_wide and m > WIDE_ROWS:
+        is_surrounded = normed or gated or residual
+        is_wide = is_surrounded and wide_beats_library(m, n, k, device, normed, gated)
     # gated_gemm_sm90 has neither; the norm has a kernel in front
     is_gate_alone = gated and not (residual or has_bias)
-    is_gated = is_gate_alone and m >= gated_gemm.FEWEST_ROWS and gated_gemm.supports(m, n, k, dtype)
-    if is_wide and m <= WIDE_ROWS:
-        return wide.wide_gemm_sm90
-    if m > MOST_FEW_ROWS:
-        return norm_and_gated_gemm if is_gated else None
-    if not (normed or gated or residual):
-        return None
-    times: dict[Callable[..., Tensor] | None, float] = {None: library_us(m, n, k, normed, gated)}
-    if is_wide:
-        rows = wide.rows_for(m)
-        times[wide.wide_gemm_sm90] = wide.least_us(rows, n, k, device, gated, normed)
-    if is_gated:
-        times[norm_and_gated_gemm] = gated_gemm.estimate(m, n, k, device)
-    return min(times, key=lambda kernel: times[kernel])
+    fewest = FEWEST_ROWS_BEFORE_WIDE if is_wide else gated_gemm.FEWEST_ROWS
+    if is_gate_alone and m >= fewest and gated_gemm.supports(m, n, k, dtype):
+        return norm_and_gated_gemm
+    return wide.wide_gemm_sm90 if is_wide else None
+
+
+def wide_beats_library(m: int, n: int, k: int, device: Device, normed: bool, gated: bool) -> bool:
+    """For more than WIDE_ROWS rows with something around their product."""
+    if 2 * n * k < skinny.SMALL_W:
+        return True
+    if m > ESTIMATED_ROWS:
+        return False
+    ours = wide.least_us(wide.rows_for(m), n, k, device, gated, normed)
+    return ours <= library_us(m, n, k, normed, gated)
 
 
 def library_us(m: int, n: int, k: int, normed: bool, gated: bool) -> float:
-    """Microseconds of the library for 65 to 256 rows, with its kernels in front and behind: 7% off in the mean, and 3%
-    more than measured, so that ours, which start early, are taken where both are alike."""
+    """Microseconds of the library for 65 to 256 rows, with its kernels in front and behind, 7% off in the mean; and half
+    of one, as the kernel behind cannot fetch its weights meanwhile."""
     m = -(-m // 64) * 64  # of its tiles
     products = 0.309e-3 * k + 0.338e-6 * n * k + 1.15e-9 * m * n * k + 2.11e-6 * m * k
-    return 3.5 + products + 1.71 * normed + 1.31e-6 * m * n * gated
+    return 4.0 + products + 1.71 * normed + 1.31e-6 * m * n * gated
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:

@@ -26,10 +26,13 @@ from engine.ops import fused_product, jit
 
 MAX_ROWS = 32
 
-# Up to how many rows of x `linear` takes this kernel; of a long and small W on Hopper, where wide_gemm_sm90 splits K:
-# so many columns for each row of W, and no more bytes. Measured in chains of dependent launches on an H200.
+# Up to how many rows of x `linear` takes this kernel. On Hopper others take over earlier for W of FEW_BYTES: narrow_gemm up
+# to SMALL_W, beyond it wide_gemm_sm90 if W has LONG times as many columns as rows, as it splits K. Measured in chains of
+# dependent launches and in decode steps on an H200.
 DISPATCH_ROWS = 8
-LONG, SMALL_W, LONG_ROWS = 3, 40 << 20, 4
+SMALL_W = 24 << 20  # bytes
+FEW_BYTES, FEW_ROWS = range(6 << 20, SMALL_W), 3  # if K > N, no rows
+LONG_BYTES, LONG, LONG_ROWS = range(SMALL_W, 40 << 20), 3, 4
 
 WARPS = 8
 CHUNK = 64  # columns that a warp multiplies at once
@@ -181,7 +184,10 @@ def is_chosen(m: int, n: int, k: int, dtype: torch.dtype, on_hopper: bool) -> bo
 
 def most_rows(n: int, k: int, on_hopper: bool) -> int:
     """Up to how many rows of x this kernel is the fastest for W [n, k]."""
-    is_long = k > LONG * n and 2 * n * k < SMALL_W and n % 8 == 0
+    nbytes = 2 * n * k
+    if on_hopper and nbytes in FEW_BYTES:
+        return 0 if k > n else FEW_ROWS
+    is_long = nbytes in LONG_BYTES and k > LONG * n and n % 8 == 0
     return LONG_ROWS if on_hopper and is_long else DISPATCH_ROWS
 
 
@@ -303,13 +309,15 @@ def decoder_products(config: jit.KernelConfig) -> list[Product]:
     )
     qkv = attention + 2 * config.num_kv_heads * config.head_dim
     gated = fused_product.can_interleave(2 * inner)
-    return [
+    on_hopper = is_hopper() if config.arch is None else config.arch == "sm_90a"
+    products = (
         *(Product(1, qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
         Product(1, hidden, attention),
         *(Product(1, 2 * inner, hidden, gated, n) for n in fused_product.norms(config.dtype)),
         Product(1, hidden, inner),
         Product(1, config.vocab_size, hidden, float_out=True),
-    ]
+    )
+    return [p for p in products if most_rows(p.n, p.k, on_hopper) > 0]
 
 
 def possible_tiles(arch: str | None, product: Product) -> list[Tiles]:

@@ -20,6 +20,7 @@ from engine.ops.hopper import device_of
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan, Product
 from scripts.bench_cases import Case, Launch
+from scripts.bench_cases.narrow_gemm import by_library
 from scripts.bench_cases.skinny_gemm import LAYERS, num_bytes, numbers
 
 ROWS = (32, 64, 128, 256)
@@ -73,10 +74,6 @@ def by_plan(plan: Plan, m: int, product: Product, copies: int) -> list[Launch]:
         x, w, out = tensors(m, product)
         launches.append(partial(fused, plan, product, x, w, out))
     return launches
-
-
-def by_library(m: int, n: int, k: int, copies: int) -> list[Launch]:
-    return [partial(F.linear, numbers(m, k), numbers(n, k)) for _ in range(copies)]
 
 
 def fused(plan: Plan, product: Product, x: Tensor, w: Tensor, out: Tensor) -> None:

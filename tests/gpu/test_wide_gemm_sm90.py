@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as op
 from engine.ops.hopper import device_of
-from engine.ops.linear import fused_linear
+from engine.ops.linear import WIDE_ROWS, fused_linear, kernel_for
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan
 from tests.gpu.product_cases import (
@@ -46,13 +46,12 @@ FUSED_SHAPES = [
     (16, 8, BF16), (112, 1000, FP16), (4112, 520, BF16), (43008, 104, BF16),
 ]  # fmt: skip
 PLANNED_SHAPES = [(3584, 3584), (1040, 1096)]
+FLOAT_SHAPES = [(1152, 896), (896, 4864), (16_008, 576)]
 variant_of_product = op.variant
 
 
-def trapping(
-    plan: Plan, dtype: torch.dtype, normed: bool = False, residual: bool = False
-) -> jit.VariantSpec:
-    spec = variant_of_product(plan, dtype, normed, residual)
+def trapping(plan: Plan, dtype: torch.dtype, *surrounding: bool) -> jit.VariantSpec:
+    spec = variant_of_product(plan, dtype, *surrounding)
     return replace(spec, defines={**spec.defines, "SLUICE_TRAP": 1})
 
 
@@ -66,7 +65,7 @@ def different_plans(rows: int, n: int, k: int, gated: bool = False) -> list[Plan
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """In several processes, ahead of what would otherwise be one after another."""
-    wanted: list[tuple[Plan, torch.dtype, bool, bool]] = []
+    wanted: list[tuple[Plan, torch.dtype, *tuple[bool, ...]]] = []
     for rows in op.ROWS:
         for options in (False, True):  # norm; residual
             plans = {op.prepare(rows, n, k, False, options, 0) for n, k in SHAPES}
@@ -88,6 +87,9 @@ def compiled() -> None:
             wanted += [(plan, BF16, False, False) for plan in different_plans(rows, n, k)]
             gated = different_plans(rows, n, k, gated=True)
             wanted += [(plan, BF16, True, True) for plan in gated]
+        for n, k in FLOAT_SHAPES:
+            plans = different_plans(rows, n, k)
+            wanted += [(plan, BF16, False, False, True) for plan in plans]
     jit.prebuild(list({str(spec): spec for spec in (trapping(*one) for one in wanted)}.values()))
 
 
@@ -100,6 +102,18 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     op.load.cache_clear()
     yield
     op.load.cache_clear()
+
+
+@pytest.mark.parametrize("m", [1, 17, 33, 100, 150, 256])
+@pytest.mark.parametrize(("n", "k"), FLOAT_SHAPES)
+def test_results_that_are_not_rounded(m: int, n: int, k: int) -> None:
+    x, w = numbers(m, k), numbers(n, k, scale=k**-0.5)
+    want = x.double() @ w.double().T
+    for plan in different_plans(op.rows_for(m), n, k):
+        out = torch.full((m + 1, n), NAN, device="cuda")
+        op.launch(x, w, None, out[:m], plan)
+        assert_close(out[:m], want, 2e-4)
+        assert out[m].isnan().all(), f"{plan} wrote behind the result"
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -223,8 +237,10 @@ def test_linear_takes_the_kernel_where_it_is_chosen() -> None:
         want = reference(x, w, bias, norm_eps=EPS)
         got = fused_linear(x, w, bias, norm_eps=EPS)
         assert_close(got, want, 2 * limit(BF16))
-        if m <= 256:
+        if kernel_for(x, w, normed=True, has_bias=True) is op.wide_gemm_sm90:
             assert torch.equal(got, op.wide_gemm_sm90(x, w, bias, norm_eps=EPS))
+        else:
+            assert m > WIDE_ROWS
         want = reference(x, w, residual=residual)
         assert fused_linear(x, w, residual=residual) is residual
         assert_close(residual, want, 2 * limit(BF16))

@@ -20,6 +20,7 @@ from engine.models.config import ModelConfig
 from engine.ops import (
     activation,
     jit,
+    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 CPU = torch.device("cpu")
 MODULES = (
     activation,
+    narrow_gemm,
     paged_attention_f32,
     paged_decode,
     paged_prefill,
@@ -95,10 +97,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def kernel_for(x: Tensor, w: Tensor, *product: bool, **bias: bool) -> Callable[..., Tensor] | None:
-    """Of few rows."""
-    if x.dtype is torch.float32 or len(x) > skinny_gemm.MAX_ROWS:
+    """As on a Hopper."""
+    if x.dtype is torch.float32 or len(x) > 32:
         return None
-    kernel = skinny_gemm.skinny_gemm
+    kernel = skinny_gemm.skinny_gemm if len(x) <= 8 else narrow_gemm.narrow_gemm
     return lambda x, *args, **options: kernel(as_if_cuda(x), *args, **options)
 
 

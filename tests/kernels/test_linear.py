@@ -18,6 +18,7 @@ from engine.ops import (
     gated_gemm_sm90,
     hopper,
     jit,
+    narrow_gemm,
     rms_norm,
     skinny_gemm,
     wide_gemm_sm90,
@@ -28,7 +29,7 @@ from tests.kernels.emulator import as_if_cuda, emulated, emulated_map, forget
 from tests.kernels.models import shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULES = (activation, gated_gemm_sm90, rms_norm, skinny_gemm, wide_gemm_sm90)
+MODULES = (activation, gated_gemm_sm90, narrow_gemm, rms_norm, skinny_gemm, wide_gemm_sm90)
 Launch = tuple[str, str, tuple[tuple[str, object], ...], int]
 
 
@@ -75,7 +76,7 @@ def chosen(m: int, w: Tensor, dtype: torch.dtype = BF16, **surrounding: bool) ->
     return None if kernel is None else kernel.__name__
 
 
-SKINNY, WIDE, LIBRARY = "skinny_gemm", "wide_gemm_sm90", None
+SKINNY, NARROW, WIDE, LIBRARY = "skinny_gemm", "narrow_gemm", "wide_gemm_sm90", None
 GATED = "norm_and_gated_gemm"
 QKV = {"normed": True, "has_bias": True}
 SUM = {"residual": True}
@@ -84,17 +85,18 @@ GATE = {"normed": True, "gated": True}
 
 @pytest.mark.parametrize(
     ("n", "k", "surrounding", "kernels"),
-    [  # by the measurements that estimates were fitted to; from row to row
-        (1152, 896, QKV, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
-        (896, 896, SUM, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
-        (9728, 896, GATE, {1: SKINNY, 9: WIDE, 193: GATED}),
-        (9728, 896, GATE | {"has_bias": True}, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
-        (896, 4864, SUM, {1: SKINNY, 5: WIDE, 257: LIBRARY}),
+    [  # W of 2 to 17 MiB, then of 25 to 259; from row to row
+        (1152, 896, QKV, {1: SKINNY, 9: NARROW, 17: WIDE, 257: LIBRARY}),
+        (896, 896, SUM, {1: SKINNY, 9: NARROW, 17: WIDE, 257: LIBRARY}),
+        (9728, 896, GATE, {1: SKINNY, 4: NARROW, 17: WIDE, 241: GATED}),
+        (9728, 896, GATE | QKV, {1: SKINNY, 4: NARROW, 17: WIDE, 257: LIBRARY}),
+        (896, 4864, SUM, {1: NARROW, 17: WIDE, 257: LIBRARY}),
+        (3584, 3584, SUM, {1: SKINNY, 9: WIDE, 193: LIBRARY}),
         (4608, 3584, QKV, {1: SKINNY, 9: WIDE, 65: LIBRARY}),
         (37888, 3584, GATE, {1: SKINNY, 9: WIDE, 193: GATED}),
-        (3584, 18944, SUM, {1: SKINNY, 9: WIDE, 257: LIBRARY}),
-        (8192, 2048, QKV, {1: SKINNY, 9: WIDE, 65: LIBRARY}),
-        (2048, 8192, SUM, {1: SKINNY, 5: WIDE, 257: LIBRARY}),
+        (3584, 18944, SUM, {1: SKINNY, 9: WIDE, 193: LIBRARY}),
+        (2048, 8192, SUM, {1: SKINNY, 5: WIDE, 193: LIBRARY}),
+        (8192, 4096, QKV, {1: SKINNY, 9: WIDE, 65: LIBRARY}),
     ],
 )
 def test_each_number_of_rows_goes_where_it_is_fastest(
@@ -106,8 +108,7 @@ def test_each_number_of_rows_goes_where_it_is_fastest(
         m: kernel for m, kernel in enumerate(got, 1) if m == 1 or kernel != got[m - 2]
     }
     for m, kernel in enumerate(got, 1):
-        alone = SKINNY if kernel == SKINNY else WIDE if m <= 64 else LIBRARY
-        assert chosen(m, w) == alone, f"{m} rows"
+        assert chosen(m, w) == (kernel if m <= 64 else LIBRARY), f"{m} rows"
     for m in (4, 300):
         assert op.kernel_for(torch.zeros(m, k, dtype=BF16), w) is None, "not on a CPU"
 
@@ -171,7 +172,7 @@ def test_logits_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "mm", mm)
     w = torch.randn(48, 72).to(dtype)
     monkeypatch.setattr(wide_gemm_sm90, "tensor_map", emulated_map)
-    with emulated(skinny_gemm, wide_gemm_sm90):
+    with emulated(skinny_gemm, narrow_gemm, wide_gemm_sm90):
         for m in (3, 12, 40, 70):
             x = torch.randn(m, 72).to(dtype)
             want = x.float() @ w.float().T
@@ -204,7 +205,8 @@ def test_what_our_kernels_cannot_read_goes_to_the_library() -> None:
         assert op.kernel_for(x, w[:, :64], **GATE) is None
         assert chosen(m, w.float(), FP32) is None
         assert chosen(m, torch.zeros(64, 90, dtype=BF16)) is None
-    assert chosen(16, torch.zeros(60, 96, dtype=BF16)) is None, "results are stored by eights"
+    assert chosen(16, torch.zeros(63, 96, dtype=BF16)) is None, "narrow_gemm stores pairs"
+    assert chosen(40, torch.zeros(60, 96, dtype=BF16)) is None, "wide_gemm_sm90 stores eights"
 
 
 # --- compiled ahead ---
@@ -287,10 +289,13 @@ def test_products_of_few_rows_are_compiled_ahead_and_no_others(
     model = decoder(SHAPES[name], dtype)
     for num_rows in range(1, 65):
         run_products(model, num_rows, dtype)
-    assert {"skinny_gemm.cu", "wide_gemm_sm90.cu"} <= {source for source, *_ in launched}
+    few = {"skinny_gemm.cu", "narrow_gemm.cu"} - (
+        {"narrow_gemm.cu"} if name == "Llama-3-8B" else set()
+    )
+    assert {*few, "wide_gemm_sm90.cu"} <= {source for source, *_ in launched}
     assert launched <= listed(SHAPES[name], dtype)
     unused = listed(SHAPES[name], dtype) - launched
-    assert not [spec for spec in unused if spec[0] == "skinny_gemm.cu"]
+    assert not [spec for spec in unused if spec[0] in few]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

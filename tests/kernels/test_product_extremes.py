@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import fused_product, skinny_gemm, wide_gemm_sm90
+from engine.ops import fused_product, narrow_gemm, skinny_gemm, wide_gemm_sm90
 from engine.ops.hopper import Device
 from tests.kernels import emulator
 from tests.kernels.emulator import emulated, emulated_map
@@ -26,6 +26,12 @@ def by_skinny(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, gated: bool) -> N
     skinny_gemm.launch(x, w, bias, out, norm_eps=EPS, gated=gated)
 
 
+def by_narrow(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, gated: bool) -> None:
+    plan = narrow_gemm.make_plan(2, N, K, SMALL_HOPPER, gated)
+    assert plan is not None
+    narrow_gemm.launch(x, w, bias, out, plan, EPS)
+
+
 def by_wide(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, gated: bool) -> None:
     plan = wide_gemm_sm90.make_plan(64, N, K, SMALL_HOPPER, gated)
     wide_gemm_sm90.launch(x, w, bias, out, plan, EPS)
@@ -37,7 +43,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(wide_gemm_sm90, "tensor_map", emulated_map)
     monkeypatch.setattr(skinny_gemm, "device_limits", lambda device=None: (3, 227 * 1024))
     skinny_gemm.prepare.cache_clear()
-    with emulated(skinny_gemm, wide_gemm_sm90):
+    with emulated(skinny_gemm, narrow_gemm, wide_gemm_sm90):
         yield
     skinny_gemm.prepare.cache_clear()
 
@@ -56,7 +62,7 @@ def extreme_rows(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("launch", [by_skinny, by_wide])
+@pytest.mark.parametrize("launch", [by_skinny, by_narrow, by_wide])
 def test_rows_of_all_sizes(
     launch: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None], dtype: torch.dtype, gated: bool
 ) -> None:
