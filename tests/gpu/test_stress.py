@@ -121,7 +121,7 @@ class Kind:
 KINDS = {
     "auto": Kind(),
     "fp8": Kind(kv_cache_dtype="fp8"),
-    "few-rows-in-one-kernel": Kind(max_num_seqs=4, num_blocks=24, rows_in_one_kernel=4),
+    "few-rows-in-one-kernel": Kind(max_num_seqs=4, num_blocks=16, rows_in_one_kernel=4),
 }
 
 
