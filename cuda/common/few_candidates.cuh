@@ -77,11 +77,20 @@ struct FewShared {
 
 constexpr u32 NONE = 0xffffffffu;
 
+// Of all tokens' weights, not of those at hand: `amount` is negative if it is not known, and may be wrong by
+// `error`, relative to it. So a nucleus that ends by it ends somewhere between two limits, and a token drawn
+// counts only if it comes before both.
+struct RowMass {
+  double amount, error;
+
+  DEV double highest() const { return amount * (1. + error); }
+  DEV double lowest() const { return amount * (1. - error); }
+};
+
 // Draw from what top_k and top_p leave of `count` candidates, the best tokens of the row that min_p leaves.
-// `is_complete`: these are all that top_k has to choose from. `mass` is the weight of all tokens, or
-// negative if it is not known. NONE: more candidates are needed.
+// `is_complete`: these are all that top_k has to choose from. NONE: more candidates are needed, or all.
 DEV u32 draw_from_few(const Row& row, const Candidates& candidates, int count, bool is_complete,
-                      double mass, FewShared& shared) {
+                      const RowMass& mass, FewShared& shared) {
   const RowParams& params = *row.params;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = threadIdx.x % FEW;
   Score score = {-(double)infinity(), NONE};
@@ -127,12 +136,15 @@ DEV u32 draw_from_few(const Row& row, const Candidates& candidates, int count, b
   u64 total = 0;
 #pragma unroll
   for (int w = 0; w < SCORERS / 32; w++) total += shared.weight[w];
-  const double limit = params.top_p * (is_complete ? (double)total : mass);
+  const double limit = params.top_p * (is_complete ? (double)total : mass.highest());
+  const double certain = is_complete ? limit : params.top_p * mass.lowest();
   const bool tells =
-      is_complete || (params.top_p < 1 && mass >= 0 && (double)total >= limit);
+      is_complete || (params.top_p < 1 && mass.amount >= 0 && (double)total >= limit);
   if (!tells) return NONE;
   if (threadIdx.x < SCORERS) {
     const bool is_kept = is_left && (params.top_p >= 1 || (double)before < limit);
+    const bool is_uncertain = params.top_p < 1 && !((double)before < certain);
+    score.id = 2 * score.id + is_uncertain;  // which leaves the ids in order
     if (!is_kept) score = {-(double)infinity(), NONE};
     score = warp_best(score);
     if (lane == 0) shared.score[warp] = score;
@@ -141,5 +153,5 @@ DEV u32 draw_from_few(const Row& row, const Candidates& candidates, int count, b
   score = shared.score[0];
 #pragma unroll
   for (int w = 1; w < SCORERS / 32; w++) score = better(score, shared.score[w]);
-  return score.id;
+  return score.id & 1 ? NONE : score.id / 2;
 }

@@ -130,21 +130,31 @@ struct Cutter {
     __syncthreads();
   }
 
-  // With the candidates listed, sorted: how many of them are kept, or 0 if they do not tell.
-  DEV int kept_candidates(int num_listed, bool is_complete, double mass) {
+  // With the candidates listed, sorted: how many of them are kept at most, or 0 if they do not tell; and how
+  // many for certain.
+  struct Kept {
+    int most, certain;
+  };
+  DEV Kept kept_candidates(int num_listed, bool is_complete, const RowMass& mass) {
     const RowParams& params = *row.params;
     const int left = params.top_k > 0 ? min(num_listed, params.top_k) : num_listed;
-    if (params.top_p >= 1) return is_complete ? left : 0;
-    if (!is_complete && mass < 0) return 0;
+    if (params.top_p >= 1) return is_complete ? Kept{left, left} : Kept{0, 0};
+    if (!is_complete && mass.amount < 0) return {0, 0};
     const int first = PER_THREAD * threadIdx.x;
     u64 amounts[PER_THREAD];
 #pragma unroll
     for (int j = 0; j < PER_THREAD; j++) {
       amounts[j] = first + j < left ? weight(logit_of(shared.list[first + j])) : 0;
     }
-    if (is_complete) mass = (double)block_crossing(amounts, 0, infinity(), shared.crossing).total;
-    const Crossing last = block_crossing(amounts, 0, params.top_p * mass, shared.crossing);
-    return last.index >= 0 ? last.index + 1 : is_complete ? left : 0;
+    auto num_kept = [&](double limit) {  // 0: they do not reach it
+      return block_crossing(amounts, 0, limit, shared.crossing).index + 1;
+    };
+    if (is_complete) {
+      const u64 total = block_crossing(amounts, 0, infinity(), shared.crossing).total;
+      const int kept = num_kept(params.top_p * (double)total);
+      return {kept, kept};
+    }
+    return {num_kept(params.top_p * mass.highest()), num_kept(params.top_p * mass.lowest())};
   }
 
   // --- The general way, over the whole row ---
@@ -365,19 +375,25 @@ struct Cutter {
 };
 
 // Of all tokens, relative to the best of the row; every warp adds the slices in the same order.
-DEV float row_mass(const Row& row, const Part* parts, int num_slices, float best) {
+//
+// Its error, in units of 2**-24: the definition rounds x / T and best / T, and we the slices' best, each by as
+// much as |best| + 40 (what is further below does not count); differences and products of at most 40 are
+// rounded 5 times; 8 are those of the exponentials, 35 of the sums, 8 of the weights' last bits. All that is
+// below 4 |best| + 512. Where even that is much, the mass is not known.
+DEV RowMass row_mass(const Row& row, const Part* parts, int num_slices, float best) {
   float mass = 0.f;
   for (int i = threadIdx.x % 32; i < num_slices; i += 32) {
     if (!(parts[i].mass > 0)) continue;
     mass += expf(row.tempered(from_ordered(rank_key(parts[i].best))) - best) * parts[i].mass;
   }
-  return warp_sum(mass);
+  const double error = (fabs((double)best) + 128.) * 2.384185791015625e-7;
+  return {error < 0.25 ? (double)warp_sum(mass) * MASS_UNITS : -1., error};
 }
 
 // Try the best few tokens: the one drawn, or NONE if it takes more. `raw_best` is the best logit before
-// temperature, `floor` the least tempered logit that min_p leaves, `mass` that of all tokens or negative.
+// temperature, `floor` the least tempered logit that min_p leaves.
 DEV u32 draw_from_candidates(Cutter& cutter, const GroupKeys& keys, float raw_best, float floor,
-                             double mass) {
+                             const RowMass& mass) {
   const Row& row = cutter.row;
   RowShared& shared = cutter.shared;
 #pragma unroll
@@ -407,10 +423,13 @@ DEV u32 draw_from_candidates(Cutter& cutter, const GroupKeys& keys, float raw_be
       token = draw_from_few(row, shared.candidates, num_listed, is_complete, mass, shared.few);
     } else {
       block_sort_descending(shared.list, num_listed);
-      const int kept = cutter.kept_candidates(num_listed, is_complete, mass);
-      if (kept > 0) {
-        cutter.strike_out(kept);
-        token = cutter.winner(kept);
+      const Cutter::Kept kept = cutter.kept_candidates(num_listed, is_complete, mass);
+      if (kept.most > 0) {
+        cutter.strike_out(kept.most);
+        token = cutter.winner(kept.most);
+      }
+      for (int i = kept.certain; i < kept.most; i++) {
+        if (rank_id(shared.list[i]) == token) token = NONE;
       }
     }
     if (token != NONE) return token;
@@ -426,8 +445,8 @@ DEV u32 draw_truncated(const Row& row, const Part* parts, int num_slices, const 
   Cutter cutter = {row, best, shared};
   const RowParams& params = *row.params;
   const float floor = __fadd_rn(best, params.log_min_p);
-  const double mass =
-      row.flags & MASS ? (double)row_mass(row, parts, num_slices, best) * MASS_UNITS : -1.;
+  const RowMass mass =
+      row.flags & MASS ? row_mass(row, parts, num_slices, best) : RowMass{-1., 0.};
   const u32 token = draw_from_candidates(cutter, keys, raw_best, floor, mass);
   if (token != NONE) return token;
   // no token of -infinity, and none below the floor

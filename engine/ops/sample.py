@@ -9,7 +9,8 @@ prefix of that order, in three stages, each relative to what the one before has 
     top_p   while the weight of all better tokens is      off: 1
             below top_p * (weight of all that are left)
 
-The weight of a token is exp(logit - max) in float32; sums are in float64.
+The weight of a token is exp(logit - max) in float32, in units of 2**-40 and rounded down: sums of
+integers are the same in any order, and where weights are equal a nucleus may end exactly at its limit.
 
 `sample` is the entry. `reference` says what it computes, on any device, by sorting the vocabulary
 and drawing noise for all of it; CPU tensors take the shortcuts of `sample_cpu`, with equal results.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from engine.ops import sample_cpu
 from engine.ops.philox import token_noise
+from engine.ops.sample_cpu import MASS_UNITS
 
 REFERENCE_ROWS = 4  # at a time: each takes about 200 bytes per token of the vocabulary
 
@@ -112,9 +114,10 @@ def truncate(logits: Tensor, draw: DrawParams) -> Tensor:
     top_k = column(np.where(draw.top_k < 1, vocab_size, draw.top_k))
     keep &= torch.arange(vocab_size, device=logits.device).unsqueeze(0) < top_k
 
-    weights = torch.exp(ordered - best).to(torch.float64) * keep
-    better = torch.nn.functional.pad(weights.cumsum(-1)[:, :-1], (1, 0))
-    keep &= (better < top_p * weights.sum(-1, keepdim=True)) | (top_p >= 1)
+    weights = (torch.exp(ordered - best) * MASS_UNITS).to(torch.int64) * keep
+    sums = weights.cumsum(-1)
+    better = torch.nn.functional.pad(sums[:, :-1], (1, 0)).to(torch.float64)
+    keep &= (better < top_p * sums[:, -1:].to(torch.float64)) | (top_p >= 1)
 
     kept_by_id = torch.zeros_like(keep).scatter_(1, ids, keep)
     return logits.masked_fill(~kept_by_id, -torch.inf)

@@ -36,6 +36,7 @@ BUDGET_GROWTH = 16
 GROUPS_PER_CANDIDATE = 3
 MIN_GROUPS = 256  # fewer would be slow: their maxima are taken as one vector
 CHUNK_BLOCKS = 12288  # Philox blocks at a time: enough to hide call overhead, few enough for caches
+MASS_UNITS = 2**40  # for a weight of 1
 LN2 = math.log(2.0)
 SLACK = 1e-3  # far above the rounding of bounds in float32
 
@@ -151,7 +152,7 @@ def kept_tokens(
     total = None
     if top_p < 1 and not top_k:
         eligible = row if min_p <= 0 else row[row >= floor]
-        total = np.exp(eligible - best).sum(dtype=np.float64)
+        total = weights(eligible, best).sum()
     budget = top_k or (FIRST_BUDGET if top_p < 1 else row.size)
     while True:
         reached = max(value_reached_by(row, budget), floor)
@@ -161,10 +162,10 @@ def kept_tokens(
             values = values[:top_k]
         num_kept = values.size
         if top_p < 1:
-            sums = np.exp(values - best).cumsum(dtype=np.float64)
+            sums = weights(values, best).cumsum()
             left = sums[-1] if total is None else total
             # token i stays if the sum of those before it is below the limit; the first always does
-            num_kept = 1 + int(np.searchsorted(sums[:-1], top_p * left))
+            num_kept = 1 + int(np.searchsorted(sums[:-1].astype(np.float64), top_p * float(left)))
         # a cut by top_k, or a cut before the last candidate, or no token beyond the candidates
         if top_k or num_kept < values.size or reached == floor:
             break
@@ -175,6 +176,11 @@ def kept_tokens(
         equal = np.flatnonzero(row[kept] == cut)
         kept = np.delete(kept, equal[num_kept - kept.size :])
     return kept
+
+
+def weights(values: FloatArray, best: np.float32) -> Int64Array:
+    """Those of tokens with logits `values`, as sample.py defines them."""
+    return (np.exp(values - best) * np.float32(MASS_UNITS)).astype(np.int64)
 
 
 def best_tokens(row: FloatArray, k: int) -> Int64Array:

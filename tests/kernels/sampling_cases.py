@@ -273,6 +273,38 @@ def hard_draws(vocab_size: int) -> dict[str, tuple[Tensor, list[SamplingParams]]
     }
 
 
+def nucleus_ends(count: int, vocab_size: int) -> dict[str, tuple[Tensor, dict[str, float]]]:
+    """Logits [count, V] and settings for which the nucleus ends exactly at its limit, or would if all
+    weights were added up in float, or at another scale of logits."""
+    two = torch.full((count, vocab_size), -100.0)
+    two[:, [7, vocab_size - 9]] = 0.0
+    tail = two.clone()
+    tail[:, 20] = -28.0  # below 2**-40, and above the last bit of a sum of doubles
+    equals = torch.full((count, vocab_size), -60.0)
+    equals[:, : 64 * 64 : 64] = 0.0  # as many groups have one as candidates are asked for
+    beyond_float = equals.clone()
+    beyond_float[:, 5::1000] = -17.5
+    many = torch.full((count, vocab_size), -60.0)
+    many[:, : 64 * 200 : 64] = 0.0  # more than are compared all with all
+    many[:, 5::1000] = -17.5
+    return {
+        "half of two": (two, {"top_p": 0.5}),
+        "half of two, and a tail": (tail, {"top_p": 0.5}),
+        "half of two, a tail and top_k": (tail, {"top_p": 0.5, "top_k": 20}),
+        "three quarters of 64": (equals, {"top_p": 0.75}),
+        "one of 64, and a tail": (beyond_float, {"top_p": 1 / 64}),
+        "one of 200, and a tail": (many, {"top_p": 1 / 200}),
+        "far from zero": (
+            normal((count, vocab_size), 0.01) + 1e4,
+            {"top_p": 0.02, "temperature": 0.01},
+        ),
+        "too far to know": (
+            normal((count, vocab_size), 1e-2) + 1e4,
+            {"top_p": 0.02, "temperature": 5e-3},
+        ),
+    }
+
+
 def poisoned(shape: tuple[int, int]) -> Tensor:
     """Rows that are bad, each between good ones."""
     logits = normal(shape, 2.0, 3)

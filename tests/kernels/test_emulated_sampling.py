@@ -37,6 +37,7 @@ from tests.kernels.sampling_cases import (
     hard_draws,
     mixed_params,
     normal,
+    nucleus_ends,
     peculiar_rows,
     poisoned,
     rows_of,
@@ -131,6 +132,13 @@ def test_luck_beyond_the_coarse_bits() -> None:
         boundless += int(coarse.min() == 0)
     assert boundless >= 3
     check_batch(batch, CPU, steps=1)
+
+
+@pytest.mark.parametrize("name", list(nucleus_ends(1, 13_000)))
+def test_a_nucleus_that_ends_at_its_limit(name: str) -> None:
+    logits, setting = nucleus_ends(30, 13_000)[name]
+    params = [SamplingParams(seed=i, **setting) for i in range(len(logits))]  # type: ignore[arg-type]
+    check_batch(Batch(logits, params), CPU, steps=1)
 
 
 def test_a_plateau_that_the_first_look_misses() -> None:

@@ -163,6 +163,18 @@ def test_shortcuts_equal_plain_reference(vocab_size: int, scale: float | str) ->
         assert torch.equal(sample(logits, np.arange(6), draw), reference(logits, draw))
 
 
+def test_a_nucleus_ends_where_whole_units_reach_its_limit() -> None:
+    """The best of two equals is half of all: what weighs below 2**-40 does not make it less."""
+    logits = torch.full((20, 2000), -100.0)
+    logits[:, [7, 1500]] = 0.0
+    for tail, chosen in ((-28.0, {7}), (-27.0, {7, 1500})):
+        logits[:, 20] = tail
+        draw = draw_params(20, 0, 0.5, 0.0)
+        drawn = sample(logits, np.arange(20), draw)
+        assert set(drawn.tolist()) == chosen
+        assert torch.equal(drawn, reference(logits, draw))
+
+
 def test_flat_rows_are_won_by_the_smallest_uniforms() -> None:
     """Winners of a flat row have coarse bits of 0 or little more: the fine bits decide."""
     logits = random_logits((8, 40_003), 9, 0.1)
