@@ -329,7 +329,7 @@ struct Cutter {
 
   // List what can win of all tokens with a rank of at least `cut`; returns their number. Any tokens
   // bound the winner from below, so an eighth of the row is tried first, and all of it if that tells
-  // too little. Then a handful is left: the list would overflow only if thousands of tokens had almost
+  // too little. Then a handful is left: more than the list holds only if thousands of tokens have almost
   // the same luck.
   DEV int list_rivals(u64 cut) {
 #pragma unroll 1
@@ -353,7 +353,7 @@ struct Cutter {
       if (shared.num_listed <= LIST) break;
       __syncthreads();
     }
-    return min((int)shared.num_listed, LIST);
+    return shared.num_listed;
   }
 
   // The one of list[0, count) with the largest logit + noise; 0: struck out.
@@ -366,6 +366,20 @@ struct Cutter {
       const double noise = token_noise(row.params->seed, row.position, rank_id(rank));
       score = better(score, {logit_of(rank) + noise, rank_id(rank)});
     }
+    return best_of_block(score);
+  }
+
+  // The same of all tokens with a rank of at least `cut`.
+  DEV u32 winner_of_row(u64 cut) {
+    Score score = {-(double)infinity(), 0xffffffffu};
+    for_each_token([&](float x, int id) {
+      if (ranked(ordered(x), id) < cut) return;
+      score = better(score, {x + token_noise(row.params->seed, row.position, id), (u32)id});
+    });
+    return best_of_block(score);
+  }
+
+  DEV u32 best_of_block(Score score) {
     score = warp_best(score);
     if (threadIdx.x % 32 == 0) shared.score[threadIdx.x / 32] = score;
     __syncthreads();
@@ -456,5 +470,6 @@ DEV u32 draw_truncated(const Row& row, const Part* parts, int num_slices, const 
   for (int by_mass = params.top_k > 0 ? 0 : 1; by_mass < (params.top_p < 1 ? 2 : 1); by_mass++) {
     cut = cutter.narrow_cut(cut, by_mass, by_mass ? params.top_p : params.top_k);
   }
-  return cutter.winner(cutter.list_rivals(cut));
+  const int num_rivals = cutter.list_rivals(cut);
+  return num_rivals <= LIST ? cutter.winner(num_rivals) : cutter.winner_of_row(cut);
 }

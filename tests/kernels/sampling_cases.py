@@ -234,9 +234,10 @@ def unlucky_peaks(count: int, vocab_size: int) -> Batch:
     return batch
 
 
-def equal_bounds(count: int, vocab_size: int) -> Batch:
+def equal_bounds(count: int, vocab_size: int, **setting: float) -> Batch:
     """Logits that make up for the coarse bits: any token may win."""
-    batch = Batch(torch.zeros((count, vocab_size)), [SamplingParams(seed=i) for i in range(count)])
+    params = [SamplingParams(seed=i, **setting) for i in range(count)]  # type: ignore[arg-type]
+    batch = Batch(torch.zeros((count, vocab_size)), params)
     for i, position in enumerate(batch.positions.tolist()):
         bits = torch.from_numpy(coarse_bits(i, position, np.arange(vocab_size)))
         batch.logits[i] = torch.log(bits.clamp(min=1).double()).float()

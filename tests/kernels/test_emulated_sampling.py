@@ -116,8 +116,10 @@ def test_a_likely_token_without_luck() -> None:
     check_batch(unlucky_peaks(40, 4500), CPU, steps=1)
 
 
-def test_bounds_that_tell_nothing() -> None:
-    check_batch(equal_bounds(6, 9000), CPU, steps=1)
+@pytest.mark.parametrize("setting", [{}, {"top_k": 6000}, {"top_p": 0.999}, {"min_p": 1e-3}])
+def test_bounds_that_tell_nothing(setting: dict[str, float]) -> None:
+    """More rivals than can be listed, whether tokens are removed or not."""
+    check_batch(equal_bounds(6, 9000, **setting), CPU, steps=1)
 
 
 def test_luck_beyond_the_coarse_bits() -> None:
