@@ -20,6 +20,7 @@ from tests.kernels.sampling_cases import (
     hard_draws,
     mixed_params,
     normal,
+    nucleus_ends,
     peculiar_rows,
     poisoned,
     rows_of,
@@ -88,7 +89,15 @@ def test_numbers_of_candidates(device: torch.device, scale: float) -> None:
 
 def test_draws_whose_bounds_tell_little(device: torch.device) -> None:
     check_batch(unlucky_peaks(100, 50_000), device, steps=1)
-    check_batch(equal_bounds(10, 50_000), device, steps=1)
+    for setting in ({}, {"top_k": 6000}, {"top_p": 0.999}, {"min_p": 1e-3}):
+        check_batch(equal_bounds(10, 50_000, **setting), device, steps=1)
+
+
+@pytest.mark.parametrize("name", list(nucleus_ends(1, 13_000)))
+def test_a_nucleus_that_ends_at_its_limit(device: torch.device, name: str) -> None:
+    logits, setting = nucleus_ends(60, 50_000)[name]
+    params = [SamplingParams(seed=i, **setting) for i in range(len(logits))]  # type: ignore[arg-type]
+    check_batch(Batch(logits, params), device, steps=1)
 
 
 def test_equals_the_torch_reference_on_the_same_device(device: torch.device) -> None:
