@@ -82,9 +82,7 @@ def fused_linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See the module's contract."""
-    kernel = kernel_for(
-        x, w, norm_eps is not None, gated, residual is not None, has_bias=bias is not None
-    )
+    kernel = kernel_for(x, w, norm_eps is not None, gated, residual is not None, bias is not None)
     if kernel is not None:
         return kernel(x, w, bias, residual, norm_eps=norm_eps, gated=gated, residual=residual)
     if norm_eps is not None:

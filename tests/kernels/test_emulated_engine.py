@@ -96,7 +96,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def kernel_for(x: Tensor, w: Tensor, *product: bool, **bias: bool) -> Callable[..., Tensor] | None:
+def kernel_for(x: Tensor, w: Tensor, *product: bool) -> Callable[..., Tensor] | None:
     """As on a Hopper."""
     if x.dtype is torch.float32 or len(x) > 32:
         return None
