@@ -30,6 +30,7 @@ from torch import Tensor
 from engine.ops import fused_product, jit
 from engine.ops.hopper import Device, device_of, devices_of
 from engine.ops.skinny_gemm import SMALL_W, most_rows
+from engine.ops.wide_gemm_sm90 import products_of
 
 CHOSEN_ROWS = 16  # of x, up to which `linear` takes this kernel for W of SMALL_W on Hopper, where skinny_gemm does not
 
@@ -310,30 +311,6 @@ def variant(
         defines["FLOAT_OUT"] = 1
     archs = jit.ALL_ARCHS if plan.cluster == 1 else ("sm_90a",)
     return jit.VariantSpec("narrow_gemm.cu", "narrow_gemm", defines, plan.smem_bytes, archs)
-
-
-@dataclass(frozen=True)
-class Product:
-    """One of a decoder's, as it is launched. That a residual is added makes no other kernel."""
-
-    n: int
-    k: int
-    normed: bool = False
-    gated: bool = False
-    float_out: bool = False
-
-
-def products_of(config: jit.KernelConfig) -> list[Product]:
-    heads, kv_heads, hidden = config.num_heads, config.num_kv_heads, config.hidden_size
-    attention, gate_up = heads * config.head_dim, 2 * config.intermediate_size
-    qkv, gated = (heads + 2 * kv_heads) * config.head_dim, fused_product.can_interleave(gate_up)
-    return [
-        *(Product(qkv, hidden, normed=n) for n in fused_product.norms(config.dtype)),
-        Product(hidden, attention),
-        *(Product(gate_up, hidden, n, gated) for n in fused_product.norms(config.dtype)),
-        Product(hidden, config.intermediate_size),
-        Product(config.vocab_size, hidden, float_out=True),
-    ]
 
 
 def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:

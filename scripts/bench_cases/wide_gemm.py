@@ -1,30 +1,22 @@
 """Products of 32 to 256 rows as a decoder has them, at the layers of two models: by the plan that
 engine/ops/wide_gemm_sm90.py chooses (with a star), by the best other plans, and torch's library's bare product.
-Then chains as in a decode step, whose launches depend on each other: one fused launch a link, against the
-library's product with kernels in front and behind.
-
-Weights rotate, so that L2 does not hold them.
+Weights rotate, so that L2 does not hold them. scripts/bench_products.py times chains of dependent launches.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as op
-from engine.ops.activation import silu_and_mul
 from engine.ops.hopper import device_of
-from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan, Product
 from scripts.bench_cases import Case, Launch
 from scripts.bench_cases.narrow_gemm import by_library
 from scripts.bench_cases.skinny_gemm import LAYERS, num_bytes, numbers
 
 ROWS = (32, 64, 128, 256)
-CHAIN_ROWS = (64, 128, 256)
 FAR_BEHIND = 1.3
 EPS = 1e-6
 KINDS = {
@@ -81,26 +73,6 @@ def fused(plan: Plan, product: Product, x: Tensor, w: Tensor, out: Tensor) -> No
     op.launch(x, w, None, out, plan, norm_eps, out if product.residual else None)
 
 
-def library(product: Product, x: Tensor, w: Tensor, out: Tensor) -> Tensor:
-    if product.residual:
-        return out.addmm_(x, w.t())
-    y = F.linear(rms_norm(x, None, EPS), w)
-    return silu_and_mul(y, interleaved=True) if product.gated else y
-
-
-def chain(
-    link: Callable[[Tensor, Tensor, Tensor], object], m: int, product: Product, copies: int
-) -> list[Launch]:
-    """Each link is started behind the one before, which it need not wait for to fetch weights."""
-    compile_all()
-
-    def launch(x: Tensor, w: Tensor, out: Tensor) -> object:
-        with jit.dependent_launches():
-            return link(x, w, out)
-
-    return [partial(launch, *tensors(m, product)) for _ in range(copies)]
-
-
 def bench_cases() -> list[Case]:
     if torch.cuda.is_available() and jit.device_arch() != "sm_90a":
         return []
@@ -113,12 +85,4 @@ def bench_cases() -> list[Case]:
             for i, plan in enumerate(plans_of(m, product)[: 1 if m == 32 else None]):
                 label = f"{title}{'*' if i == 0 else ''} {plan}"
                 cases.append(Case(label, partial(by_plan, plan, m, product), traffic, flops))
-    for name, product in PRODUCTS.items():
-        for m in CHAIN_ROWS:
-            traffic = num_bytes(m, product.n, product.k)
-            best = plans_of(m, product)[0]
-            links = {"library": partial(library, product), "*": partial(fused, best, product)}
-            for label, link in links.items():
-                title = f"wide_gemm chain {name} M={m} {label}"
-                cases.append(Case(title, partial(chain, link, m, product), traffic))
     return cases
