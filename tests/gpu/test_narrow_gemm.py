@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import jit
@@ -210,16 +209,18 @@ def test_layers_in_a_graph_add_to_the_residual_in_place(
 def test_linear_takes_the_kernel_where_it_pays() -> None:
     w, bias = numbers(896, 896, scale=1 / 30), numbers(896)
     for m in (9, 16, 32, 33, 64):
-        x = numbers(m, 896)
-        alone = op.narrow_gemm(x, w, bias) if m <= 16 else F.linear(x, w, bias)
-        assert torch.equal(linear(x, w, bias), alone), "with nothing around it"
-        got, residual = numbers(m, 896), numbers(m, 896)
-        got.copy_(residual)
-        fused_linear(x, w, bias, residual=got)
-        want = x.float() @ w.float().T + bias.float() + residual.float()
-        assert_close(got, want, 4 * limit(BF16))
-        if op.is_chosen(m, 896, 896, BF16, x.device.index):
-            assert torch.equal(got, op.narrow_gemm(x, w, bias, residual=residual))
+        x, residual = numbers(m, 896), numbers(m, 896)
+        product = x.float() @ w.float().T + bias.float()
+        alone, added = linear(x, w, bias), residual.clone()
+        fused_linear(x, w, bias, residual=added)
+        assert_close(alone, product, 2 * limit(BF16))
+        assert_close(added, product + residual.float(), 4 * limit(BF16))
+        device = op.device_of(x.device.index)
+        is_chosen = op.is_chosen(m, 896, 896, BF16, device)
+        assert is_chosen == (device.has_clusters and m <= op.CHOSEN_ROWS)
+        if is_chosen:
+            assert torch.equal(alone, op.narrow_gemm(x, w, bias))
+            assert torch.equal(added, op.narrow_gemm(x, w, bias, residual=residual))
     odd = numbers(16, 900)[:, 1:897]  # rows that start between multiples of 16 bytes
     assert_close(linear(odd, w), odd.float() @ w.float().T, 2 * limit(BF16))
 
