@@ -24,12 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 8  # rows of gate, then as many of up
-SLAB = (
-    512  # columns or rows of a weight at a time, while loading: a copy would need its memory again
-)
-FAINT = (
-    2.0**-15
-)  # typical size in float16 below which its smallest steps, 2^-24, cost more than 11 bits do
+SLAB = 512  # columns or rows of a weight at a time: a copy of it would need its memory again
+# typical size in float16 below which its smallest steps, 2^-24, cost more than 11 bits do
+FAINT = 2.0**-15
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""Hopper cards, as products are cut up for them."""
+"""What plans of products know of a device, and the Hopper cards to compile for ahead."""
 
 from dataclasses import dataclass
 from functools import cache

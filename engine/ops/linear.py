@@ -43,7 +43,7 @@ from engine.ops.hopper import Device, device_of, devices_of
 from engine.ops.rms_norm import rms_norm
 
 TYPICAL_ROWS = 16  # a hint to oneDNN; the layout it chooses serves other counts as well
-WIDE_ROWS = 64  # up to so many wide_gemm_sm90 is the fastest for nearly every product
+WIDE_ROWS = 64  # up to so many wide_gemm_sm90 is the fastest for nearly all that skinny_gemm and narrow_gemm leave
 ESTIMATED_ROWS = 192  # up to so many estimates choose between it and the library
 MOST_FEW_ROWS = wide.ROWS[-1]  # no kernel for few rows takes more
 # Of a gated product: for so many rows the norm's kernel and gated_gemm_sm90 take less time together than

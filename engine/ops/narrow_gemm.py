@@ -1,4 +1,4 @@
-"""A matrix product with what surrounds it, for 16 rows and fewer, and possible for 64: bound by reading W.
+"""y = x W^T with what surrounds it in a decoder, for up to 64 rows, chosen for up to 16: bound by reading W.
 
 Contract: engine/ops/fused_product.py, and here
     x        [M, K] bfloat16 or float16, 1 <= M <= 64, K a multiple of 8, last dimension contiguous, rows at
@@ -32,16 +32,15 @@ from engine.ops.hopper import Device, device_of, devices_of
 from engine.ops.skinny_gemm import SMALL_W, most_rows
 from engine.ops.wide_gemm_sm90 import products_of
 
-CHOSEN_ROWS = 16  # of x, up to which `linear` takes this kernel for W of SMALL_W on Hopper, where skinny_gemm does not
+# Of x: up to so many `linear` takes this kernel on Hopper for W of less than SMALL_W, where it does not take skinny_gemm.
+CHOSEN_ROWS = 16
 
 MAX_ROWS = 64
 THREADS = 256
 MAX_STAGES = 16
 MIN_STAGES = 3  # fewer leave the memory idle
 IN_FLIGHT = 64 * 1024  # bytes of W that an SM should have under way
-SMALL_BLOCK = (
-    96 * 1024
-)  # bytes of W; a block that reads no more leaves half of its SM to the next kernel's
+SMALL_BLOCK = 96 * 1024  # bytes of W: who reads no more leaves half of its SM to the next kernel
 CLUSTERS = (1, 2)  # of 4 and 8 blocks not enough run at a time on an H200: they took twice as long
 MAX_FRAGMENTS = 32  # of 16 x 8 sums in a warp's registers
 SQUARES_BYTES = 512  # what warps have of the sums of x's squares

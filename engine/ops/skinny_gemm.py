@@ -31,7 +31,7 @@ MAX_ROWS = 32
 # dependent launches and in decode steps on an H200.
 DISPATCH_ROWS = 8
 SMALL_W = 24 << 20  # bytes
-FEW_BYTES, FEW_ROWS = range(6 << 20, SMALL_W), 3  # if K > N, no rows
+FEW_BYTES, FEW_ROWS = range(6 << 20, SMALL_W), 3  # no rows if K > N
 LONG_BYTES, LONG, LONG_ROWS = range(SMALL_W, 40 << 20), 3, 4
 
 WARPS = 8

@@ -1,5 +1,5 @@
-"""y = x W^T for 17 to 256 rows on Hopper GPUs (sm_90a), near the rate at which W can be read, with what
-surrounds the product in a decoder.
+"""y = x W^T for up to 256 rows on Hopper GPUs (sm_90a), near the rate at which W can be read, with what surrounds
+the product in a decoder. `linear` takes it where neither skinny_gemm nor narrow_gemm is faster.
 
 Contract, besides engine/ops/fused_product.py's
     x         [M, K] bfloat16 or float16, 1 <= M <= 256, K a multiple of 8, last dimension contiguous, rows at
@@ -11,9 +11,8 @@ Contract, besides engine/ops/fused_product.py's
     out       likewise, if given; without a residual it may be float32, with rows at multiples of 32 bytes
 
 A row of the result depends on its own row of x alone, and the same call gives the same bits every time.
-How sums are grouped depends on the plan, that is on N, K, norm and gate, the device, and M
-rounded up to one of ROWS. The first product of a plan loads its kernel, which cannot
-happen while a graph is captured.
+How sums are grouped depends on the plan, that is on N, K, norm and gate, the device, and M rounded up to one of
+ROWS. The first product of a plan loads its kernel, which cannot happen while a graph is captured.
 
 The kernel is described in cuda/wide_gemm_sm90.cu, `make_plan` chooses how it cuts up a product. Against
 torch's library it gains by what it does on the way, and where launches depend on each other: the library
@@ -66,9 +65,8 @@ class Tiling:
     warpgroups: int
     heights: int  # 64 rows of x each, of a warpgroup
     widest: int  # rows of W in a tile, so that a warpgroup's sums fit into registers
-    widest_beside_a_warp: (
-        int  # that fetches; for wider ones it is a warpgroup, which gives its registers away
-    )
+    # beside a single warp that fetches; for wider ones it is a warpgroup, which gives its registers away
+    widest_beside_a_warp: int
 
     @property
     def rows(self) -> int:
