@@ -6,8 +6,8 @@
 
 One graph serves all steps up to its number of tokens: how many decode rows and chunks there are, and of
 which lengths, is read from device memory. The host would launch some 200 kernels otherwise, which takes it
-7 to 14 ms: more than a small model's step of 8,192 tokens or a large one's of 512 takes the GPU. Steps that
-take the GPU longer than that are not captured.
+7 to 14 ms: more than a 0.5B model's step of 2,048 tokens (4 ms) or a large one's of 512 takes the GPU. Steps that
+hide their launches (WORTH_FLOP) are not captured.
 """
 
 from bisect import bisect_left
