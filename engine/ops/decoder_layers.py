@@ -44,7 +44,6 @@ MAX_PARTS = 160  # of a row; blocks that a launch may have
 KV_BYTES = 32 * 1024  # of tiles of the cache that a block should have under way
 TILE = 16
 LAYER_WORDS = 12  # 8-byte words of an entry of the table; as Layer in the kernel
-PHASES = ("qkv", "attention", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,7 @@ def launch(
     stamps: Tensor | None = None,
     cooperative: bool = True,
 ) -> None:
-    """`stamps`: int64 [num_blocks, num_layers, 5, 5] for a variant with PROFILE (cuda/decoder_layers.cu)."""
+    """`stamps`: int64 [num_blocks, num_layers, 5 phases, 5], for a variant with PROFILE (cuda/decoder_layers.cu)."""
     shape, m = table.shape, len(hidden)
     cos, sin = rotation
     assert hidden.is_contiguous()

@@ -64,5 +64,5 @@ def launch(
     return hidden, angles
 
 
-def specs(config: "jit.KernelConfig") -> "list[jit.VariantSpec]":
+def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     return [jit.VariantSpec("embed_tokens.cu", "embed_tokens")]

@@ -23,13 +23,11 @@ import torch
 from torch import Tensor
 
 from engine.ops import jit
+from engine.ops.paged_decode import LOG2_E
 from engine.ops.paged_prefill import NO_WINDOW, work_items
 from engine.ops.tensor_map import tensor_map
 
 BLOCK_SIZES = (16, 32, 64, 128)
-LOG2_E = 1.4426950408889634
-
-
 KEYS = 128  # of a tile
 ITEM_COST = 2  # what an item costs besides its tiles (queries, first scores, result), in tiles
 

@@ -49,9 +49,7 @@ CANDIDATE_PARTS = [*range(1, 33), *range(40, MAX_PARTS + 1, 8)]
 class PlanLimits:
     """What bounds a plan. The same for the device and its twin here."""
 
-    blocks_per_item: (
-        int  # thread blocks that share an item: one for each KV head (and 16 query heads)
-    )
+    blocks_per_item: int  # thread blocks that share one: one for each KV head (and 16 query heads)
     slots: int  # thread blocks that the device runs at a time
     is_fixed: bool = False  # chunks by length alone
     max_tokens: int = 1 << 20  # of a row

@@ -102,5 +102,5 @@ def reference(
     out.input_ids[:batch] = torch.where(is_real, last_token[rows], 0)
 
 
-def specs(config: "jit.KernelConfig") -> "list[jit.VariantSpec]":
+def specs(config: jit.KernelConfig) -> list[jit.VariantSpec]:
     return [jit.VariantSpec("prepare_decode.cu", "prepare_decode")]

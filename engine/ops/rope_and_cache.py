@@ -89,10 +89,8 @@ def quantized(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 def scatter(cache: Tensor, slots: Tensor, values: Tensor) -> None:
     """cache[slot // block_size, :, slot % block_size] = values [T, Hkv, D] for each token's slot."""
     if cache.dtype.itemsize == 1:
-        cache, values = (
-            cache.view(torch.uint8),
-            values.view(torch.uint8),
-        )  # indexing lacks 8-bit floats
+        # indexing lacks 8-bit floats
+        cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     by_head = cache.transpose(0, 1)
     if by_head.is_contiguous():
         by_head.flatten(1, 2).index_copy_(1, slots, values.transpose(0, 1))

@@ -12,12 +12,12 @@ def capture_graphs(
     body: Callable[[int], object],
     sizes: Sequence[int],
     progress: Callable[[float, str], None],
-    unit: str,
+    label: str,
 ) -> dict[int, torch.cuda.CUDAGraph]:
     """`body(size)` of each of `sizes` (ascending), the largest first: the others fit into its memory.
 
     Each runs once ahead of its capture, which brings cuBLAS workspaces and kernels not loaded yet. `progress`
-    gets the done fraction, and the size with its `unit`, "{} rows".
+    gets the done fraction, and what is captured: `label` with the size in place of its braces.
     """
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
     stream = torch.cuda.Stream()
@@ -26,7 +26,7 @@ def capture_graphs(
     gc.disable()  # the end of some other graph, found in the middle, would invalidate a capture
     try:
         for done, size in enumerate(reversed(sizes)):
-            progress(done / len(sizes), unit.format(size))
+            progress(done / len(sizes), label.format(size))
             with torch.cuda.stream(stream):
                 body(size)
             stream.synchronize()

@@ -99,7 +99,7 @@ class DeviceSampler:
         self.changed = set(range(max_rows))  # rows whose record the device does not have yet
         # the record of a row that reports log-probabilities (num_logprobs is not below 0)
         self.reporting = torch.zeros((1, ROW_DTYPE.itemsize), dtype=torch.uint8, device=device)
-        # results of captured steps: each captured launch writes here, unless told otherwise
+        # where results go unless the caller says otherwise, as decode graphs do
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.is_bad = torch.zeros(max_rows, dtype=torch.bool, device=device)
 
