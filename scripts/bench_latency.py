@@ -3,7 +3,7 @@
     python scripts/bench_latency.py --model 7b --batch 1 8 64 256 --prefill 2048 8192
 
 The model is a directory, or the shape of a known model with random weights (7b, 0.5b). Decode times are
-medians over steps at a context of about --context tokens, prefill times the least of three runs.
+medians over steps at a context of about --context tokens, prefill times the least of four runs.
 """
 
 import argparse

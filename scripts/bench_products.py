@@ -129,7 +129,7 @@ def compile_all(models: list[str], rows: list[int]) -> None:
                 plan = narrow.make_plan(columns, p.n, p.k, device_of(), p.gated)
                 if plan is not None:
                     specs.append(narrow.variant(plan, BF16, p.normed, p.float_out))
-    jit.prebuild(list({str(spec): spec for spec in specs}.values()))
+    jit.prebuild(specs)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ DECODES = [  # (batch, context)
     *((1, 512), (1, 8192), (1, 32768), (4, 4096), (8, 2048), (16, 8192), (32, 2048), (48, 4096)),
     *((64, 1024), (128, 2048), (256, 512), (256, 2048)),
 ]
-STEP_DECODES = [(batch, 1024) for batch in (1, 8, 32, 64, 128, 256)]  # the figures to beat
+STEP_DECODES = [(batch, 1024) for batch in (1, 8, 32, 64, 128, 256)]  # of docs/performance.md
 ROTATED = [  # (heads, fp8 cache?, batch, context)
     *((HALF_B, False, batch, 1024) for batch in (64, 128, 256)),
     *((HALF_B, True, 256, 1024), (B8, True, 64, 1024), (B8, True, 32, 2048)),

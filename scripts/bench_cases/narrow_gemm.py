@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.ops import jit
 from engine.ops import narrow_gemm as op
 from engine.ops.activation import silu_and_mul
+from engine.ops.hopper import device_of
 from engine.ops.rms_norm import rms_norm
 from scripts.bench_cases import Case, Launch
 from scripts.bench_cases.skinny_gemm import LAYERS, num_bytes, numbers
@@ -25,7 +26,7 @@ EPS = 1e-6
 def plans_of(m: int, n: int, k: int, gated: bool = False) -> list[op.Plan]:
     """The best estimate of each size of cluster and of each width of chunk, and the three best of all,
     best first."""
-    device = op.device_of()
+    device = device_of()
     plans = op.candidates(op.column_tiles_for(m), n, k, device, gated)
     plans.sort(key=lambda plan: op.estimate(plan, n, k, device))
     kinds = [[p for p in plans if p.cluster == c] for c in op.CLUSTERS]

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from engine.ops import jit
 from engine.ops.paged_prefill import work_items
 from engine.ops.paged_prefill_sm90 import TILINGS, Tiling, paged_prefill_sm90
 from scripts.bench_cases import Case, Launch
@@ -61,6 +62,8 @@ def num_bytes(heads: Heads, batch: tuple[int, int, int]) -> float:
 
 
 def bench_cases() -> list[Case]:
+    if torch.cuda.is_available() and jit.device_arch() != "sm_90a":
+        return []
     return [
         Case(
             f"prefill_sm90 {model}, blocks of {block_size}, items of {tiling.queries}, {name}",

@@ -34,7 +34,7 @@ PRODUCTS = {
 
 @cache
 def plans_of(m: int, product: Product) -> list[Plan]:
-    """The best estimate, and the two next ones, unless they are far behind."""
+    """The best estimate, and the two next ones unless they are far behind."""
     rows = op.rows_for(m)
 
     def estimate(plan: Plan) -> float:
@@ -49,8 +49,7 @@ def plans_of(m: int, product: Product) -> list[Plan]:
 def compile_all() -> None:
     """In several processes, before the first case."""
     products = [(p, plan) for p in PRODUCTS.values() for m in ROWS for plan in plans_of(m, p)]
-    specs = [op.variant(plan, torch.bfloat16, p.normed, p.residual) for p, plan in products]
-    jit.prebuild(list({str(spec): spec for spec in specs}.values()))
+    jit.prebuild([op.variant(plan, torch.bfloat16, p.normed, p.residual) for p, plan in products])
 
 
 def tensors(m: int, product: Product) -> tuple[Tensor, Tensor, Tensor]:
