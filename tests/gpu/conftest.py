@@ -9,9 +9,8 @@ import torch
 from scripts.bench_cases import measure
 
 HERE = Path(__file__).parent
-CPU_THREADS = (
-    4  # references are tiny; with all cores, several test processes at a time would take minutes
-)
+# References are tiny; with all cores, several test processes at a time would take minutes
+CPU_THREADS = 4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

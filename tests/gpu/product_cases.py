@@ -1,6 +1,6 @@
 """What products of few rows have to do, whichever kernel computes them: checks against float32.
 
-A `Product` has the signature of fused_product.reference, and `out`.
+A `Product` has the signature of fused_product.reference.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,37 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_product, jit
-from tests.gpu.test_skinny_gemm import BF16, NAN, assert_close, limit, numbers
 
 Product = Callable[..., Tensor]
 GraphReplay = Callable[[Callable[[], object]], Callable[[], None]]
 
+BF16, FP16 = torch.bfloat16, torch.float16
+NAN = float("nan")
 EPS = 1e-5
 LAYERS = [(896, 4864), (576, 1536), (3584, 18944)]  # hidden and intermediate size
 # As a decoder launches products, and all together
 OPTIONS = ["bias normed", "residual", "normed gated", "bias normed gated residual"]
+
+
+def numbers(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def assert_close(got: Tensor, want: Tensor, limit: float) -> None:
+    """`limit` bounds the error relative to the result's root mean square, at every element."""
+    assert got.isfinite().all(), f"not finite at {(~got.isfinite()).nonzero()[:5].tolist()}"
+    typical = want.float().pow(2).mean().sqrt()
+    error = (got.float() - want.float()).abs() / want.float().abs().clamp_min(typical)
+    worst = int(error.argmax())
+    where = divmod(worst, got.shape[1])
+    assert error.max() < limit, (
+        f"relative error {error.max():.3g} at (row, column) {where} of {tuple(got.shape)}: "
+        f"{got[where]} instead of {want[where]}; mean error {error.mean():.3g}"
+    )
+
+
+def limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps  # twice what rounding the result costs
 
 
 def reference(

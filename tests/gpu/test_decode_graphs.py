@@ -44,10 +44,8 @@ def test_a_graph_samples_as_an_eager_step_does(model_dir, kinds, dtype):
         rows, positions = plan.rows[plain], plan.num_computed[plain].astype(np.int64) + 1
         logits = step.logits[torch.from_numpy(plain).cuda()]
         free = np.full((len(plain), num_words(sampler.table.vocab_size)), ALL, np.int32)
-        for masks in (
-            None,
-            torch.from_numpy(free).cuda(),
-        ):  # the smallest class that does, and the largest
+        # the smallest class that does, and the largest
+        for masks in (None, torch.from_numpy(free).cuda()):
             want = sampler.sample(logits, rows, positions, masks).result()
             assert got.token_ids[plain].tolist() == want.token_ids.tolist()
         compared.append((plan.batch_size, len(plain)))

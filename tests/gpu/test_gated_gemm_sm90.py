@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.ops import fused_product, jit, linear
 from engine.ops import gated_gemm_sm90 as op
 from engine.ops.rms_norm import rms_norm
-from tests.gpu.test_skinny_gemm import BF16, FP16, NAN, assert_close, limit, numbers
+from tests.gpu.product_cases import BF16, FP16, NAN, GraphReplay, assert_close, limit, numbers
 
 ROWS = (193, 257, 300, 511, 512, 1000, 2049)
 EPS = 1e-6
@@ -138,7 +138,7 @@ def test_in_a_graph_behind_a_kernel_that_writes_x(
     tile: int,
     m: int,
     dependent: bool,
-    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
+    graph_replay: GraphReplay,
 ) -> None:
     """Each launch reads what a norm has just written, perhaps over what the launch before has read."""
     n, k = MODELS["0.5B"]
@@ -184,7 +184,7 @@ def test_linear_against_float32(model: str, m: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [208, 256, 272])
 @pytest.mark.parametrize("model", MODELS)
 def test_linear_in_a_graph_of_dependent_launches(
-    model: str, m: int, graph_replay: Callable[[Callable[[], object]], Callable[[], None]]
+    model: str, m: int, graph_replay: GraphReplay
 ) -> None:
     """Two layers' norms, gated products and what is behind, as decode steps and steps with prompts have them,
     against the same one by one."""

@@ -1,4 +1,4 @@
-"""The product of 9 to 64 rows against float32: every plan, all that surrounds it, graphs, the same bits each time.
+"""The product of up to 64 rows against float32: every plan, all that surrounds it, graphs, the same bits each time.
 
 Results are as exact as bfloat16 or float16 can say them: errors stay below twice what rounding costs.
 """
@@ -12,22 +12,28 @@ from torch import Tensor
 
 from engine.ops import jit
 from engine.ops import narrow_gemm as op
+from engine.ops.hopper import device_of
 from engine.ops.linear import fused_linear, linear
 from engine.ops.narrow_gemm import Plan
 from tests.gpu.product_cases import (
+    BF16,
     EPS,
+    FP16,
     LAYERS,
+    NAN,
     OPTIONS,
     GraphReplay,
+    assert_close,
     check_layers_in_a_graph,
     check_other_rows,
     check_rows_of_batches,
     check_strided,
     check_surrounded,
     clusters_at_a_time,
+    limit,
+    numbers,
     reference,
 )
-from tests.gpu.test_skinny_gemm import BF16, FP16, NAN, assert_close, limit, numbers
 
 COLUMN_TILES = (2, 4, 8)
 ROWS = (1, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64)
@@ -53,7 +59,7 @@ GATED_SHAPES = [(9728, 896), (3072, 576), (3584, 3584), (1008, 1096)]
 
 def some_plans(column_tiles: int, n: int, k: int, gated: bool = False) -> list[Plan]:
     """The three best of each size of cluster, by their estimates."""
-    device = op.device_of()
+    device = device_of()
     plans = op.candidates(column_tiles, n, k, device, gated)
     plans.sort(key=lambda plan: op.estimate(plan, n, k, device))
     return [p for c in op.CLUSTERS for p in [q for q in plans if q.cluster == c][:3]]
@@ -215,7 +221,7 @@ def test_linear_takes_the_kernel_where_it_pays() -> None:
         fused_linear(x, w, bias, residual=added)
         assert_close(alone, product, 2 * limit(BF16))
         assert_close(added, product + residual.float(), 4 * limit(BF16))
-        device = op.device_of(x.device.index)
+        device = device_of(x.device.index)
         is_chosen = op.is_chosen(m, 896, 896, BF16, device)
         assert is_chosen == (device.has_clusters and m <= op.CHOSEN_ROWS)
         if is_chosen:
@@ -227,10 +233,10 @@ def test_linear_takes_the_kernel_where_it_pays() -> None:
 
 @pytest.mark.parametrize("cluster", [c for c in op.CLUSTERS if c > 1])
 def test_as_many_clusters_run_at_a_time_as_plans_assume(cluster: int) -> None:
-    if not op.device_of().has_clusters:
+    if not device_of().has_clusters:
         pytest.skip("clusters are used on Hopper")
-    plans = [p for p in op.candidates(8, 3584, 3584, op.device_of()) if p.cluster == cluster]
+    plans = [p for p in op.candidates(8, 3584, 3584, device_of()) if p.cluster == cluster]
     plan = max(plans, key=lambda p: p.smem_bytes)  # such that a block fills an SM
     kernel = op.load(plan, BF16, False)
     count = clusters_at_a_time(kernel, cluster, plan.grid, op.THREADS, plan.smem_bytes)
-    assert count >= op.device_of().clusters_of(cluster), f"only {count} clusters of {cluster} fit"
+    assert count >= device_of().clusters_of(cluster), f"only {count} clusters of {cluster} fit"

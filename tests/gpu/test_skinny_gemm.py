@@ -1,6 +1,6 @@
 """The few-row product against float32, and bit for bit against itself at other batch sizes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -11,9 +11,16 @@ from torch import Tensor
 from engine.ops import fused_product, jit
 from engine.ops import skinny_gemm as op
 from engine.ops.linear import linear
-
-BF16, FP16 = torch.bfloat16, torch.float16
-NAN = float("nan")
+from tests.gpu.product_cases import (
+    BF16,
+    FP16,
+    NAN,
+    GraphReplay,
+    assert_close,
+    limit,
+    numbers,
+    reference,
+)
 
 # (N, K): linear layers of Qwen2.5-0.5B, SmolLM2-135M and Qwen2.5-7B, then shapes that fit nothing
 SHAPES = [
@@ -45,46 +52,6 @@ FUSED_CASES: list[FusedCase] = [
 EPS = 1e-6
 
 
-def numbers(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
-
-
-def assert_close(got: Tensor, want: Tensor, limit: float) -> None:
-    """`limit` bounds the error relative to the result's root mean square, at every element."""
-    assert got.isfinite().all(), f"not finite at {(~got.isfinite()).nonzero()[:5].tolist()}"
-    typical = want.float().pow(2).mean().sqrt()
-    error = (got.float() - want.float()).abs() / want.float().abs().clamp_min(typical)
-    worst = int(error.argmax())
-    where = divmod(worst, got.shape[1])
-    assert error.max() < limit, (
-        f"relative error {error.max():.3g} at (row, column) {where} of {tuple(got.shape)}: "
-        f"{got[where]} instead of {want[where]}; mean error {error.mean():.3g}"
-    )
-
-
-def limit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps  # twice what rounding the result costs
-
-
-def reference(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_eps: float | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """`fused_product.reference`, not rounded."""
-    return fused_product.reference(
-        x.float(),
-        w.float(),
-        None if bias is None else bias.float(),
-        norm_eps=norm_eps,
-        gated=gated,
-        residual=None if residual is None else residual.float(),
-    )
-
-
 def assert_fused(m: int, n: int, k: int, dtype: torch.dtype, options: str) -> None:
     """Rows of x of very different sizes if they are normed; out is the residual, if there is one."""
     gated, norm_eps = "gated" in options, EPS if "normed" in options else None
@@ -94,7 +61,7 @@ def assert_fused(m: int, n: int, k: int, dtype: torch.dtype, options: str) -> No
     w = numbers(n, k, dtype=dtype, scale=k**-0.5)
     bias = numbers(n, dtype=dtype) if "bias" in options else None
     hidden = numbers(m, outputs, dtype=dtype) if "residual" in options else None
-    want = reference(x, w, bias, hidden, norm_eps, gated)
+    want = reference(x, w, bias, norm_eps=norm_eps, gated=gated, residual=hidden)
     out = torch.full((m, outputs), NAN, dtype=dtype, device="cuda") if hidden is None else hidden
     got = op.skinny_gemm(x, w, bias, out, norm_eps=norm_eps, gated=gated, residual=hidden)
     assert got is out
@@ -199,7 +166,7 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("hidden_size", "inner"), [(896, 4864), (3584, 1024)])
 def test_a_graph_of_layers_sees_new_data_at_replay(
-    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
+    graph_replay: GraphReplay,
     m: int,
     early: bool,
     hidden_size: int,
@@ -232,13 +199,13 @@ def test_a_graph_of_layers_sees_new_data_at_replay(
             assert len(differs) == 0, f"{len(differs)} differ, first at {differs[:5].tolist()}"
         wide = start.float()
         for _ in range(3):
-            gated = reference(wide, gate_up, bias, None, EPS, gated=True)
+            gated = reference(wide, gate_up, bias, norm_eps=EPS, gated=True)
             wide = wide + gated.to(BF16).float() @ down.float().T
         assert_close(hidden, wide, 8 * limit(BF16))  # rounded six times, and differences grow
 
 
 def test_a_graph_in_which_every_product_reads_and_adds_to_what_the_last_one_wrote(
-    graph_replay: Callable[[Callable[[], object]], Callable[[], None]],
+    graph_replay: GraphReplay,
 ) -> None:
     x, w, hidden = numbers(4, 3584), numbers(3584, 3584, scale=1 / 60), numbers(4, 3584)
 

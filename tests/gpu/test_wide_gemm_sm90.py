@@ -14,23 +14,28 @@ from torch import Tensor
 from engine.ops import jit
 from engine.ops import wide_gemm_sm90 as op
 from engine.ops.hopper import device_of
-from engine.ops.linear import WIDE_ROWS, fused_linear, kernel_for
+from engine.ops.linear import fused_linear, kernel_for
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan
 from tests.gpu.product_cases import (
+    BF16,
     EPS,
+    FP16,
     LAYERS,
+    NAN,
     OPTIONS,
     GraphReplay,
+    assert_close,
     check_layers_in_a_graph,
     check_other_rows,
     check_rows_of_batches,
     check_strided,
     check_surrounded,
     clusters_at_a_time,
+    limit,
+    numbers,
     reference,
 )
-from tests.gpu.test_skinny_gemm import BF16, FP16, NAN, assert_close, limit, numbers
 
 ROWS = (1, 17, 31, 32, 33, 63, 64, 65, 97, 128, 129, 191, 192, 193, 255, 256)
 
@@ -68,8 +73,9 @@ def compiled() -> None:
     wanted: list[tuple[Plan, torch.dtype, *tuple[bool, ...]]] = []
     for rows in op.ROWS:
         for options in (False, True):  # norm; residual
-            plans = {op.prepare(rows, n, k, False, options, 0) for n, k in SHAPES}
-            wanted += [(plan, BF16, options, False) for plan in plans]
+            wanted += [
+                (op.prepare(rows, n, k, False, options, 0), BF16, options, False) for n, k in SHAPES
+            ]
         for hidden, inner in LAYERS:
             width = hidden + 256
             wanted += [
@@ -90,7 +96,7 @@ def compiled() -> None:
         for n, k in FLOAT_SHAPES:
             plans = different_plans(rows, n, k)
             wanted += [(plan, BF16, False, False, True) for plan in plans]
-    jit.prebuild(list({str(spec): spec for spec in (trapping(*one) for one in wanted)}.values()))
+    jit.prebuild([trapping(*one) for one in dict.fromkeys(wanted)])
 
 
 @pytest.fixture(autouse=True)
@@ -237,10 +243,10 @@ def test_linear_takes_the_kernel_where_it_is_chosen() -> None:
         want = reference(x, w, bias, norm_eps=EPS)
         got = fused_linear(x, w, bias, norm_eps=EPS)
         assert_close(got, want, 2 * limit(BF16))
-        if kernel_for(x, w, normed=True, has_bias=True) is op.wide_gemm_sm90:
+        is_chosen = kernel_for(x, w, normed=True, has_bias=True) is op.wide_gemm_sm90
+        assert is_chosen == (m <= op.ROWS[-1])  # W is small
+        if is_chosen:
             assert torch.equal(got, op.wide_gemm_sm90(x, w, bias, norm_eps=EPS))
-        else:
-            assert m > WIDE_ROWS
         want = reference(x, w, residual=residual)
         assert fused_linear(x, w, residual=residual) is residual
         assert_close(residual, want, 2 * limit(BF16))

@@ -1,4 +1,4 @@
-"""The product of 9 to 64 rows in the emulator, by every way of cutting it up, through its launcher."""
+"""The product of up to 64 rows in the emulator, by every way of cutting it up, through its launcher."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -25,7 +25,6 @@ NAN = float("nan")
 EPS = 1e-5
 
 ONE, TWO, THREE, FOUR = op.TILINGS
-MIB = 1 << 20
 
 needs_compiler = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
