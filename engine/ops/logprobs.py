@@ -59,16 +59,16 @@ def gather_logprobs(logprobs: Tensor, token_ids: Tensor, k: int) -> LogprobTenso
 def top_k_lowest_id(values: Tensor, k: int) -> Tensor:
     """int64 [n, min(k, V)]: ids of the k largest of `values` [n, V], ordered by (value desc, id asc).
 
-    `values` must not hold NaN.
+    `values` are on the CPU and must not hold NaN.
     """
     k = min(k, values.shape[1])
-    if values.is_cuda or k == 0:
+    if k == 0:
         return reference_top_k(values, k)
     return torch.from_numpy(np.stack([best_tokens(row, k) for row in values.numpy()]))
 
 
 def reference_top_k(values: Tensor, k: int) -> Tensor:
-    """The same on any device, without waiting for it.
+    """The definition of `top_k_lowest_id`, on any device.
 
     torch.topk picks arbitrarily among equals, so it gets keys without equals: the float's bits made
     monotone as an integer, then the id counted from the end.

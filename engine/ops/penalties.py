@@ -35,14 +35,11 @@ def apply_penalties(
     slots: list[int],
     params: PenaltyParams,
 ) -> None:
-    """Penalise rows `which` of `logits` (float32 [S, V]) in place.
+    """Penalise rows `which` of `logits` (float32 [S, V], on the CPU) in place.
 
     seen: bool [num_slots, V], in prompt or output; counts: int32 [num_slots, V], in the output.
     Row which[i] belongs to slot slots[i] and params' entry i.
     """
-    if logits.is_cuda:
-        logits[which] = reference(logits[which], seen[slots], counts[slots], params)
-        return
     logits_np, seen_np, counts_np = logits.numpy(), seen.numpy(), counts.numpy()
     for i, (row, slot) in enumerate(zip(which, slots, strict=True)):
         # seen tokens are few against the vocabulary

@@ -12,8 +12,8 @@ prefix of that order, in three stages, each relative to what the one before has 
 The weight of a token is exp(logit - max) in float32, in units of 2**-40 and rounded down: sums of
 integers are the same in any order, and where weights are equal a nucleus may end exactly at its limit.
 
-`sample` is the entry. `reference` says what it computes, on any device, by sorting the vocabulary
-and drawing noise for all of it; CPU tensors take the shortcuts of `sample_cpu`, with equal results.
+`sample` is the entry, for CPU tensors: it takes the shortcuts of `sample_cpu`. `reference` says what it computes,
+on any device, by sorting the vocabulary and drawing noise for all of it. A GPU's way is `sample_cuda`.
 """
 
 from dataclasses import dataclass
@@ -53,12 +53,9 @@ class DrawParams:
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest id of the largest logit of each row, and that logit.
 
-    logits: float32 [S, V]. Returns int64 [S] and float32 [S]; for a row with NaN: any id, and NaN.
-    torch.argmax promises no order among equals, and on a CPU it is ten times slower than numpy's.
+    logits: float32 [S, V] on the CPU. Returns int64 [S] and float32 [S]; for a row with NaN: any id, and NaN.
+    torch.argmax promises no order among equals, and is ten times slower than numpy's.
     """
-    if logits.is_cuda:
-        best = logits.amax(-1)
-        return _first_equal(logits, best), best
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     return token_ids, logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
@@ -72,12 +69,10 @@ def _first_equal(values: Tensor, wanted: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, which: npt.NDArray[np.int64], draw: DrawParams) -> Tensor:
-    """Draw a token from each of the rows `which` [n] of `logits`, float32 [S, V] after temperature.
+    """Draw a token from each of the rows `which` [n] of `logits`, float32 [S, V] on the CPU, after temperature.
 
     Returns int64 [n]. A row whose largest logit is not finite yields an arbitrary valid id.
     """
-    if logits.is_cuda:
-        return reference(logits[torch.from_numpy(which).to(logits.device)], draw)
     rows = [logits[i].numpy() for i in which.tolist()]
     token_ids = sample_cpu.sample(
         rows, draw.seeds, draw.positions, draw.top_k, draw.top_p, draw.min_p
