@@ -37,6 +37,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """argparse names the choices of a wrong value, but not where the value is left out."""
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            if action.choices is not None:
+                choices = ", ".join(repr(choice) for choice in action.choices)
+                error.message = f"{error.message} (choose from {choices})"
+            raise
+
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
