@@ -8,6 +8,8 @@ import torch
 
 from scripts.bench_cases import measure
 
+Record = Callable[[Callable[[], object]], Callable[[], None]]  # of `graph_replay`
+
 HERE = Path(__file__).parent
 # References are tiny; with all cores, several test processes at a time would take minutes
 CPU_THREADS = 4
@@ -55,6 +57,6 @@ def record_graph(work: Callable[[], object]) -> Callable[[], None]:
 
 
 @pytest.fixture
-def graph_replay() -> Callable[[Callable[[], object]], Callable[[], None]]:
+def graph_replay() -> Record:
     """`record_graph`: graph_replay(work) records, what it returns replays."""
     return record_graph

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_product, jit
+from tests.gpu.conftest import Record
 
 Product = Callable[..., Tensor]
-GraphReplay = Callable[[Callable[[], object]], Callable[[], None]]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN = float("nan")
@@ -117,7 +117,7 @@ def check_other_rows(product: Product, m: int, **options: object) -> None:
 
 
 def check_layers_in_a_graph(
-    product: Product, m: int, hidden: int, inner: int, dependent: bool, graph_replay: GraphReplay
+    product: Product, m: int, hidden: int, inner: int, dependent: bool, graph_replay: Record
 ) -> None:
     """Two layers of a decoder without attention, their sums in place: each launch reads what the one before
     has written, and overwrites what it has read. With new data at each replay, the same bits as launches

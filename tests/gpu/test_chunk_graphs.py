@@ -7,8 +7,6 @@ from tests.engine_cpu.test_decode_graphs import FULL, PLAIN
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.test_engine import SHAPE, build, prompts
 
-pytestmark = pytest.mark.gpu
-
 VARIANTS = {
     "head64": ("llama", {"dtype": "bfloat16"}, 64),
     "head128-norms": ("qwen3", {"dtype": "float16"}, 128),

@@ -2,7 +2,6 @@
 empty, longer than the grid, and others at each replay, with garbage behind them. Always the bits that a list
 of just those items gives. The Hopper prefill kernel: test_prefill_sm90.py."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from engine.ops import jit, paged_decode
 from engine.ops import paged_prefill as prefill_op
 from engine.ops.paged_prefill import paged_prefill, queries_per_item, work_items
+from tests.gpu.conftest import Record
 from tests.kernels.paged_attention_cases import (
     FP8,
     Decoder,
@@ -22,8 +22,6 @@ from tests.kernels.paged_attention_cases import (
     make_context,
     make_queries,
 )
-
-Record = Callable[[Callable[[], object]], Callable[[], None]]
 
 # Kernels that test_paged_attention.py has compiled, too: of 4 and 8 warps, with queries in shared memory, of
 # more query heads than a tile has rows.
@@ -40,8 +38,6 @@ NUM_DECODES = 3  # tokens ahead of the chunks
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_built_together() -> None:
-    if not torch.cuda.is_available():
-        return
     arch = jit.device_arch()
     specs = [
         op.variant(h.dtype, h.cache_dtype, h.head_dim, h.group, h.block_size, h.softcap > 0, arch)

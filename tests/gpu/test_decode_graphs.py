@@ -14,8 +14,6 @@ from tests.engine_cpu.test_decode_graphs import FULL, PLAIN
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.test_engine import SHAPE, build, prompts
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):

@@ -1,7 +1,5 @@
 """All layers of a small step in one kernel, against their definition, and in graphs."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -10,11 +8,9 @@ from engine.models import small_steps
 from engine.ops import decoder_layers, jit
 from engine.ops.decoder_layers import Shape
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.gpu.conftest import Record
 from tests.gpu.test_engine import SHAPE, build, check_against_transformers, prompts
 from tests.kernels.decoder_layers_cases import POISONS, Step
-
-pytestmark = pytest.mark.gpu
-Record = Callable[[Callable[[], object]], Callable[[], None]]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SHAPES = [
@@ -30,8 +26,6 @@ LENS = [1, 15, 16, 17, 63, 64, 65, 1000, 5000]
 
 @pytest.fixture(scope="module", autouse=True)
 def hopper_with_kernels() -> None:
-    if not torch.cuda.is_available():
-        return
     if jit.device_arch() != "sm_90a":
         pytest.skip("the kernel is for Hopper")
     jit.prebuild([decoder_layers.variant(shape) for shape in SHAPES])

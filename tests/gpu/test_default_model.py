@@ -12,8 +12,6 @@ from tests.engine_cpu.harness import Harness
 from tests.engine_cpu.test_default_model_parity import PROMPTS
 from tests.server.conftest import live_server, read_events
 
-pytestmark = pytest.mark.gpu
-
 NEW_TOKENS = 64
 NEAR_TIE = 0.25  # log-probability; bfloat16 may turn closer choices round
 # Of one log-probability, and of all in the mean. transformers' own bfloat16 is off by up to 0.22

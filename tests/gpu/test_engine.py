@@ -23,8 +23,6 @@ from tests.engine_cpu.test_fp8_cache import rounded_sequences, with_scales
 from tests.engine_cpu.tiny_models import make_tiny
 from tokenizer_proc.vocabulary import Vocabulary
 
-pytestmark = pytest.mark.gpu
-
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1024,

@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.ops import fused_product, jit, linear
 from engine.ops import gated_gemm_sm90 as op
 from engine.ops.rms_norm import rms_norm
-from tests.gpu.product_cases import BF16, FP16, NAN, GraphReplay, assert_close, limit, numbers
+from tests.gpu.conftest import Record
+from tests.gpu.product_cases import BF16, FP16, NAN, assert_close, limit, numbers
 
 ROWS = (193, 257, 300, 511, 512, 1000, 2049)
 EPS = 1e-6
@@ -37,7 +38,7 @@ def compiled() -> None:
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    if not torch.cuda.is_available() or jit.device_arch() != "sm_90a":
+    if jit.device_arch() != "sm_90a":
         pytest.skip("needs a Hopper GPU")
     request.getfixturevalue("compiled")
     monkeypatch.setattr(op, "variant", trapping)
@@ -138,7 +139,7 @@ def test_in_a_graph_behind_a_kernel_that_writes_x(
     tile: int,
     m: int,
     dependent: bool,
-    graph_replay: GraphReplay,
+    graph_replay: Record,
 ) -> None:
     """Each launch reads what a norm has just written, perhaps over what the launch before has read."""
     n, k = MODELS["0.5B"]
@@ -183,9 +184,7 @@ def test_linear_against_float32(model: str, m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("m", [208, 256, 272])
 @pytest.mark.parametrize("model", MODELS)
-def test_linear_in_a_graph_of_dependent_launches(
-    model: str, m: int, graph_replay: GraphReplay
-) -> None:
+def test_linear_in_a_graph_of_dependent_launches(model: str, m: int, graph_replay: Record) -> None:
     """Two layers' norms, gated products and what is behind, as decode steps and steps with prompts have them,
     against the same one by one."""
     n, k = MODELS[model]

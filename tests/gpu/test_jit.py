@@ -1,7 +1,7 @@
 """Launching through CuPy: argument widths, streams, graphs, devices, shared memory."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,7 @@ import torch
 from engine.ops import jit, kernel_cache
 from engine.ops.kernel_cache import flatten
 from engine.ops.nvrtc import KernelBuildError
-
-Record = Callable[[Callable[[], object]], Callable[[], None]]
+from tests.gpu.conftest import Record
 
 SOURCE = """
 struct Pair { float a; int b; };

@@ -6,9 +6,8 @@ import torch
 from engine.ops import narrow_gemm, skinny_gemm, wide_gemm_sm90
 from engine.ops.hopper import device_of
 from engine.ops.linear import kernel_for, linear_float32
-from tests.gpu.product_cases import BF16, FP16, NAN, GraphReplay, assert_close, numbers
-
-pytestmark = pytest.mark.gpu
+from tests.gpu.conftest import Record
+from tests.gpu.product_cases import BF16, FP16, NAN, assert_close, numbers
 
 ROWS = (1, 3, 8, 9, 16, 17, 64, 300)
 # sums of thousands of products in another order; a rounding to bfloat16 costs up to 4e-3
@@ -39,7 +38,7 @@ def test_logits_are_exact(vocab_size: int, hidden: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("m", [4, 12, 40])
-def test_in_a_graph(m: int, graph_replay: GraphReplay) -> None:
+def test_in_a_graph(m: int, graph_replay: Record) -> None:
     x, w = numbers(m, 576), numbers(49_152, 576, scale=1 / 24)
     out = torch.empty(m, 49_152, device="cuda")
     linear_float32(x, w, out)  # loads the kernel

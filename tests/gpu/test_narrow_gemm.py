@@ -15,6 +15,7 @@ from engine.ops import narrow_gemm as op
 from engine.ops.hopper import device_of
 from engine.ops.linear import fused_linear, linear
 from engine.ops.narrow_gemm import Plan
+from tests.gpu.conftest import Record
 from tests.gpu.product_cases import (
     BF16,
     EPS,
@@ -22,7 +23,6 @@ from tests.gpu.product_cases import (
     LAYERS,
     NAN,
     OPTIONS,
-    GraphReplay,
     assert_close,
     check_layers_in_a_graph,
     check_other_rows,
@@ -180,7 +180,7 @@ def test_a_graph_sees_new_data_at_replay(
     m: int,
     width: int,
     dependent: bool,
-    graph_replay: GraphReplay,
+    graph_replay: Record,
 ) -> None:
     x, w = numbers(m, width), numbers(width, width, scale=width**-0.5)
     buffers = [torch.empty_like(x) for _ in range(6)]
@@ -207,7 +207,7 @@ def test_layers_in_a_graph_add_to_the_residual_in_place(
     hidden: int,
     inner: int,
     dependent: bool,
-    graph_replay: GraphReplay,
+    graph_replay: Record,
 ) -> None:
     check_layers_in_a_graph(op.narrow_gemm, m, hidden, inner, dependent, graph_replay)
 

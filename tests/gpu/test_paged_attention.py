@@ -1,6 +1,6 @@
 """Paged attention on a CUDA device: decode and prefill kernels, plans, and the backend over both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from engine.attention.base import AttentionSpec, GraphAttention, KVCache, StepIn
 from engine.attention.paged import PagedAttention
 from engine.ops import jit, paged_decode, paged_prefill, plan_decode
 from engine.ops.plan_decode import DecodePlan, PlanLimits
+from tests.gpu.conftest import Record
 from tests.kernels.paged_attention_cases import (
     FP8,
     NEVER_SPLIT,
@@ -25,8 +26,6 @@ from tests.kernels.paged_attention_cases import (
     nan_output,
     prefill,
 )
-
-Record = Callable[[Callable[[], object]], Callable[[], None]]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = FP8
@@ -75,8 +74,6 @@ ALL = [*VARIANTS, *CAPPED, *CACHED_IN_FP8]
 @pytest.fixture(scope="module", autouse=True)
 def kernels_built_together() -> None:
     """All variants at once, in several processes."""
-    if not torch.cuda.is_available():
-        return
     arch = jit.device_arch()
     specs = [
         op.variant(h.dtype, h.cache_dtype, h.head_dim, h.group, h.block_size, h.softcap > 0, arch)

@@ -1,7 +1,5 @@
 """Attention in float32 on a CUDA device: the kernel, and the backend in eager steps and in a graph."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +7,9 @@ from torch import Tensor
 from engine.attention.base import GraphAttention, KVCache
 from engine.attention.paged_f32 import PagedAttentionF32
 from engine.ops import jit, paged_attention_f32
+from tests.gpu.conftest import Record
 from tests.gpu.test_paged_attention import STEPS, Steps
 from tests.kernels.paged_attention_cases import Heads, make_queries
-
-Record = Callable[[Callable[[], object]], Callable[[], None]]
 
 FP32 = torch.float32
 SHAPES = [
@@ -26,8 +23,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_built_together() -> None:
-    if torch.cuda.is_available():
-        jit.prebuild([paged_attention_f32.variant(heads.head_dim) for heads in SHAPES])
+    jit.prebuild([paged_attention_f32.variant(heads.head_dim) for heads in SHAPES])
 
 
 class Float32Steps(Steps):

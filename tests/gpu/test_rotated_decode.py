@@ -1,7 +1,6 @@
 """Rotation, cache writes and attention of decode steps in one kernel: bit for bit what rope_and_cache and
 paged_decode give one after the other, also started early, in graphs and through the backend."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -21,10 +20,9 @@ from engine.attention.paged import PagedAttention
 from engine.ops import jit, paged_decode, rope_and_cache
 from engine.ops.plan_decode import plan_decode
 from engine.ops.skinny_gemm import skinny_gemm
+from tests.gpu.conftest import Record
 from tests.kernels.paged_attention_cases import FP8, NEVER_SPLIT, Heads, limits_of
 from tests.kernels.rotated_decode_cases import EPS, Step, make_step
-
-Record = Callable[[Callable[[], object]], Callable[[], None]]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = FP8
@@ -58,8 +56,6 @@ VARIANTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_built_together() -> None:
-    if not torch.cuda.is_available():
-        return
     arch, specs = jit.device_arch(), []
     for h in VARIANTS:
         cache = (h.dtype, h.cache_dtype)

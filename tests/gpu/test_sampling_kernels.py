@@ -1,7 +1,5 @@
 """The sampling kernels on a GPU against the sampler on the CPU: equal tokens, draw for draw."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from engine.ops.sample_cuda import SamplingClass
 from engine.ops.token_masks import pack
 from engine.plan import RowInit
 from engine.runner.device_sampler import DeviceSampler
+from tests.gpu.conftest import Record
 from tests.kernels.sampling_cases import (
     Batch,
     candidate_counts,
@@ -27,8 +26,6 @@ from tests.kernels.sampling_cases import (
     truncations,
     unlucky_peaks,
 )
-
-GraphReplay = Callable[[Callable[[], object]], Callable[[], None]]
 
 NAMES = list(peculiar_rows(64))
 SIZES = [
@@ -185,7 +182,7 @@ def test_a_row_s_result_does_not_depend_on_its_company(device: torch.device) -> 
 
 @pytest.mark.parametrize("which", list(SamplingClass))
 def test_a_graph_serves_new_requests(
-    device: torch.device, graph_replay: GraphReplay, which: SamplingClass
+    device: torch.device, graph_replay: Record, which: SamplingClass
 ) -> None:
     """Captured once; then other parameters, seeds, rows, positions and logits."""
     num_rows, vocab_size = 12, 20_003
@@ -224,7 +221,7 @@ def test_a_graph_serves_new_requests(
             assert last_token[own_rows].tolist() == want.token_ids.tolist()
 
 
-def test_log_probabilities_in_a_graph(device: torch.device, graph_replay: GraphReplay) -> None:
+def test_log_probabilities_in_a_graph(device: torch.device, graph_replay: Record) -> None:
     batch = Batch(normal((9, 50_257), 2.0), mixed_params(9))
     sampler = batch.device_sampler(device)
     sampler.flush()

@@ -11,11 +11,11 @@ from torch import Tensor
 from engine.ops import fused_product, jit
 from engine.ops import skinny_gemm as op
 from engine.ops.linear import linear
+from tests.gpu.conftest import Record
 from tests.gpu.product_cases import (
     BF16,
     FP16,
     NAN,
-    GraphReplay,
     assert_close,
     limit,
     numbers,
@@ -166,7 +166,7 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("hidden_size", "inner"), [(896, 4864), (3584, 1024)])
 def test_a_graph_of_layers_sees_new_data_at_replay(
-    graph_replay: GraphReplay,
+    graph_replay: Record,
     m: int,
     early: bool,
     hidden_size: int,
@@ -205,7 +205,7 @@ def test_a_graph_of_layers_sees_new_data_at_replay(
 
 
 def test_a_graph_in_which_every_product_reads_and_adds_to_what_the_last_one_wrote(
-    graph_replay: GraphReplay,
+    graph_replay: Record,
 ) -> None:
     x, w, hidden = numbers(4, 3584), numbers(3584, 3584, scale=1 / 60), numbers(4, 3584)
 

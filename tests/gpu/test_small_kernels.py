@@ -1,14 +1,11 @@
 """Norms, activations, rotation with cache write and block copies on a GPU, against float32 references."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from engine.ops import activation, copy_blocks, embed_tokens, jit, rms_norm, rope_and_cache
-
-Record = Callable[[Callable[[], object]], Callable[[], None]]
+from tests.gpu.conftest import Record
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

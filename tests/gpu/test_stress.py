@@ -18,8 +18,6 @@ from engine.ops import jit
 from tests.engine_cpu.harness import Collected, Harness
 from tests.engine_cpu.tiny_models import EOS_ID, make_tiny
 
-pytestmark = pytest.mark.gpu
-
 NUM_REQUESTS = 2000
 VOCAB = 512
 SHAPE = {

@@ -14,8 +14,6 @@ from tests.gpu.test_engine import build, check_against_transformers, prompts, ti
 
 __all__ = ["tiny"]  # a fixture
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(autouse=True)
 def free_memory():

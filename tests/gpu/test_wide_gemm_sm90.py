@@ -17,6 +17,7 @@ from engine.ops.hopper import device_of
 from engine.ops.linear import fused_linear, kernel_for
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Plan
+from tests.gpu.conftest import Record
 from tests.gpu.product_cases import (
     BF16,
     EPS,
@@ -24,7 +25,6 @@ from tests.gpu.product_cases import (
     LAYERS,
     NAN,
     OPTIONS,
-    GraphReplay,
     assert_close,
     check_layers_in_a_graph,
     check_other_rows,
@@ -101,7 +101,7 @@ def compiled() -> None:
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    if not torch.cuda.is_available() or jit.device_arch() != "sm_90a":
+    if jit.device_arch() != "sm_90a":
         pytest.skip("needs a Hopper GPU")
     request.getfixturevalue("compiled")
     monkeypatch.setattr(op, "variant", trapping)
@@ -201,13 +201,13 @@ def test_layers_in_a_graph_add_to_the_residual_in_place(
     hidden: int,
     inner: int,
     dependent: bool,
-    graph_replay: GraphReplay,
+    graph_replay: Record,
 ) -> None:
     check_layers_in_a_graph(op.wide_gemm_sm90, m, hidden, inner, dependent, graph_replay)
 
 
 @pytest.mark.parametrize("m", [64, 100, 256])
-def test_every_plan_behind_a_kernel_that_writes_x(m: int, graph_replay: GraphReplay) -> None:
+def test_every_plan_behind_a_kernel_that_writes_x(m: int, graph_replay: Record) -> None:
     n, k = 1040, 1096
     source, w, scale = numbers(m, k), numbers(n, k, scale=k**-0.5), 1 + numbers(k, scale=0.1)
     residual = numbers(m, n // 2)
