@@ -31,7 +31,7 @@ OPS = (
     decoder_layers,
     embed_tokens,
     gated_gemm_sm90,
-    linear,
+    linear,  # wide_gemm_sm90, where it is chosen
     logprobs_cuda,
     narrow_gemm,
     paged_attention_f32,

@@ -1,7 +1,7 @@
 """Attention of one query per row over a paged KV cache.
 
 Contract
-    q            [T, num_heads, D] bfloat16 or float16; heads contiguous, rows any multiple of 4 bytes apart
+    q            [T, num_heads, D] bfloat16 or float16; heads contiguous, tokens a multiple of 8 numbers apart
     k_cache      [num_blocks, num_kv_heads, block_size, D], contiguous, of q's dtype or float8_e4m3fn or
     v_cache      float8_e5m2. Query head h reads KV head h // (num_heads // num_kv_heads)
     block_table  int32 [table rows, max_blocks]; what lies behind a row's tokens is not read
