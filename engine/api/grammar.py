@@ -8,6 +8,7 @@ Compiling runs for a millisecond as a rule, and for seconds or through gigabytes
 recursion: never do it in a thread that others wait for, nor with a stack of usual size.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -135,6 +136,22 @@ LARK_OF_KIND = {
 def decode_json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
+        if has_lone_surrogate(text):
+            raise GrammarError(
+                "it has a lone surrogate (half of a \\ud800-\\udfff pair), which no text can hold; "
+                "remove it, or write the whole character"
+            ) from None
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise GrammarError(f"it is no JSON that can be used: {reason}") from None
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether JSON spells one as an escape: msgspec then speaks of truncated data."""
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False

@@ -61,6 +61,15 @@ class StructuredOutput(msgspec.Struct, array_like=True, frozen=True):
                 f"the value of kind {self.kind} must be text (json.dumps makes it of a schema or a "
                 f"list), got {self.value!r:.80}",
             )
+        try:
+            self.value.encode()
+        except UnicodeEncodeError as error:
+            raise ParamError(
+                self.param,
+                f"{self.param}: the value of kind {self.kind} has a lone surrogate "
+                f"({self.value[error.start]!r}) at character {error.start}, which no text can hold; "
+                "remove it, or write the whole character",
+            ) from None
 
 
 class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=False):

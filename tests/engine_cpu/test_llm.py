@@ -297,6 +297,23 @@ def test_constraints_that_cannot_work_are_refused(llm):
         SamplingParams(allowed_token_ids=[])
 
 
+def generate_in_form(llm, kind, value):
+    params = SamplingParams(structured=StructuredOutput(kind, value))
+    llm.generate(["x", "y"], params, use_tqdm=False)
+
+
+def test_a_lone_surrogate_in_structured_output_leaves_the_engine_as_it_was(llm):
+    before = llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].text
+    values = ("json", '{"const": "\ud800"}'), ("json", '{"const": "\\ud800"}'), ("regex", "\ud800")
+    for kind, value in (*values, ("choice", '["\ud800"]'), ("grammar", "\ud800")):
+        with pytest.raises(ValueError, match=r"structured.* lone surrogate .*; remove it"):
+            generate_in_form(llm, kind, value)
+    assert not llm.engine.has_work()
+    params = SamplingParams(structured=StructuredOutput("regex", "[0-9]"), max_tokens=2)
+    assert llm.generate("x", params, use_tqdm=False)[0].outputs[0].text.isdigit()
+    assert llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].text == before
+
+
 def test_shutdown_ends_the_processes_that_it_started(tmp_path):
     llm = LLM(make_tiny("llama", tmp_path), dtype="float32", cpu_threads=1, num_blocks=16)
     form = StructuredOutput("regex", "[0-9]")

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.api.grammar import GrammarError, to_lark
 from engine.api.sampling import ParamError, SamplingParams, StructuredOutput
 
 
@@ -86,3 +87,45 @@ def test_structured_output_of_a_wrong_form_is_told_at_once(
 ) -> None:
     with pytest.raises(ParamError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json", '{"const": "a\ud800"}'),
+        ("regex", "[a-z]\udfff"),
+        ("choice", '["a", "\ud800"]'),
+        ("grammar", 'start: "\ud800"'),
+    ],
+)
+def test_structured_output_with_a_lone_surrogate_names_field_and_remedy(
+    kind: Any, value: str
+) -> None:
+    with pytest.raises(ParamError, match=r"lone surrogate.*remove it") as caught:
+        StructuredOutput(kind, value)
+    assert caught.value.param == "structured"
+    assert str(caught.value).startswith("structured: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "is_lone"),
+    [
+        ("json", '{"const": "a\\ud800"}', True),  # as json.dumps writes it
+        ("json", '{"const": "\\\\\\uDFFFb"}', True),
+        ("json", '{"const": "\\ud83d", "title": "\\ude00"}', True),
+        ("choice", '["a", "\\ud800"]', True),
+        ("json", '{"const": "a\\ud800"', False),  # cut short: that is told first
+        ("json", "[" * 100_000, False),
+    ],
+)
+def test_lone_surrogates_that_json_spells_are_named(kind: Any, value: str, is_lone: bool) -> None:
+    with pytest.raises(GrammarError) as caught:
+        to_lark(StructuredOutput(kind, value))
+    assert ("lone surrogate" in str(caught.value)) == is_lone
+    assert ("remove it" in str(caught.value)) == is_lone
+
+
+def test_surrogate_pairs_and_their_letters_are_text() -> None:
+    """A pair is one character; behind two backslashes they are six letters."""
+    for value in ('{"const": "\\ud83d\\ude00"}', '{"const": "\\\\ud800"}'):
+        assert to_lark(StructuredOutput("json", value))
