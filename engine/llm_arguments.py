@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from engine.api.config import ConfigError, EngineConfig, arg_of
 from engine.api.messages import Prompt, TextPrompt, TokenPrompt
@@ -26,6 +27,13 @@ FIXED_SETTINGS: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "trust_remote_code": (False,),
     "quantization": (None,),
+}
+
+# What `dtype` takes beside names.
+NAME_OF_DTYPE = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
 }
 
 KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
@@ -63,8 +71,11 @@ def as_setting(field: "dataclasses.Field[Any]", value: Any) -> Any:
         value = "on" if value else "off"
     if isinstance(value, Path) or (field.name == "max_model_len" and type(value) is int):
         value = str(value)
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{field.name}={value!r}: choose one of {', '.join(choices)}")
+    if field.name == "dtype" and isinstance(value, torch.dtype):
+        value = NAME_OF_DTYPE.get(value, value)
+    if choices is not None and not (isinstance(value, str) and value in choices):
+        shown = ", ".join((*choices, *map(str, NAME_OF_DTYPE if field.name == "dtype" else ())))
+        raise ConfigError(f"{field.name}={value!r}: choose one of {shown}")
     if field.name == "max_model_len" and not isinstance(value, str):
         raise ConfigError(f"max_model_len={value!r}: expected a whole number, or a text like '8k'")
     accepted = int | float if kind is float else kind

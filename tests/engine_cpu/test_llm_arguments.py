@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.api.config import ConfigError
@@ -60,6 +61,12 @@ def test_what_is_no_sampling_params_is_refused(given):
         ({"enable_prefix_caching": "no"}, "expected True or False"),
         ({"overlap": "maybe"}, "overlap='maybe': choose one of auto, on, off"),
         ({"dtype": "int3"}, "dtype='int3': choose one of auto, half"),
+        ({"dtype": torch.int8}, r"dtype=torch.int8: choose one of auto, half, .*torch.bfloat16"),
+        ({"dtype": torch.float64}, r"dtype=torch.float64: choose one of .*torch.float32"),
+        ({"dtype": np.float32}, r"dtype=<class 'numpy.float32'>: choose one of .*torch.float32"),
+        ({"dtype": ["float32"]}, r"dtype=\['float32'\]: choose one of auto"),
+        ({"dtype": np.zeros(2)}, r"dtype=array\(\[0., 0.\]\): choose one of auto"),
+        ({"kv_cache_dtype": torch.int8}, "kv_cache_dtype=torch.int8: choose one of auto"),
         ({"max_model_len": 1.5}, "expected a whole number, or a text like '8k'"),
     ],
 )
@@ -76,6 +83,20 @@ def test_settings_that_flags_write_otherwise():
         "DIR", "", {"max_model_len": None, "preemption_mode": None, "seed": None}
     )
     assert left_out == make_config("DIR", "", {})
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_dtypes_of_torch_mean_what_their_names_mean(name):
+    given = make_config("DIR", "", {"dtype": getattr(torch, name)})
+    assert given == make_config("DIR", "", {"dtype": name})
+
+
+def test_an_llm_takes_a_dtype_of_torch(tmp_path):
+    with LLM(
+        make_tiny("llama", tmp_path), dtype=torch.float32, cpu_threads=1, num_blocks=16
+    ) as llm:
+        assert llm.config.dtype == "float32"
+        assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 
 
 def test_threads_that_share_an_llm_take_turns(tmp_path):
