@@ -38,7 +38,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="default: the server's, of this checkpoint")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="default: the model's dtype")
     parser.add_argument("--block-size", type=int, help="default: 64 on sm_90a, else 16")
-    parser.add_argument("--workers", type=int, help="compiling processes; default: cores less one, up to 12")
+    parser.add_argument(
+        "--workers", type=int, help="compiling processes; default: cores - 1, up to 12"
+    )
     parser.add_argument("--report", action="store_true", help="print every kernel's resources")
     return parser.parse_args()
 
