@@ -5,7 +5,7 @@ import torch
 
 from tests.engine_cpu.test_decode_graphs import FULL, PLAIN
 from tests.engine_cpu.tiny_models import make_tiny
-from tests.gpu.test_engine import SHAPE, build, prompts
+from tests.gpu.engine_cases import SHAPE, build, prompts
 
 VARIANTS = {
     "head64": ("llama", {"dtype": "bfloat16"}, 64),

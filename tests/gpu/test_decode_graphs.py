@@ -12,7 +12,7 @@ from engine.runner.sampling_table import Needs
 from engine.runner.step_memory import DEPTH, SlotSample
 from tests.engine_cpu.test_decode_graphs import FULL, PLAIN
 from tests.engine_cpu.tiny_models import make_tiny
-from tests.gpu.test_engine import SHAPE, build, prompts
+from tests.gpu.engine_cases import SHAPE, build, prompts
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from engine.ops import decoder_layers, jit
 from engine.ops.decoder_layers import Shape
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.conftest import Record
-from tests.gpu.test_engine import SHAPE, build, check_against_transformers, prompts
+from tests.gpu.engine_cases import SHAPE, build, check_against_transformers, prompts
 from tests.kernels.decoder_layers_cases import POISONS, Step
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -17,7 +17,7 @@ from engine.weights.loader import load_model, weight_bytes
 from tests.engine_cpu.harness import Harness
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.conftest import Record
-from tests.gpu.test_engine import SHAPE, build, check_against_transformers, prompts
+from tests.gpu.engine_cases import SHAPE, build, check_against_transformers, prompts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 257)

@@ -11,7 +11,7 @@ from engine.runner.decode_graphs import GraphStep
 from engine.runner.device_sampler import DeviceSampler
 from engine.runner.step_memory import SlotSample
 from tests.engine_cpu.tiny_models import make_tiny
-from tests.gpu.test_engine import SHAPE, build, check_against_transformers, prompts
+from tests.gpu.engine_cases import SHAPE, build, check_against_transformers, prompts
 
 CHECKED = (0, 1, 254, 255, 256, 511, 512, 1021, 1022, 1023)
 

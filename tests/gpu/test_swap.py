@@ -10,7 +10,8 @@ from engine.plan import StepPlan
 from engine.runner import host_blocks
 from engine.runner.host_blocks import HostBlocks
 from tests.engine_cpu.harness import Harness
-from tests.gpu.test_engine import build, check_against_transformers, prompts, tiny
+from tests.gpu.engine_cases import build, check_against_transformers, prompts
+from tests.gpu.test_engine import tiny
 
 __all__ = ["tiny"]  # a fixture
 
