@@ -17,8 +17,7 @@ Shape = tuple[int, ...]
 class Source:
     """A tensor of the checkpoint, and the part of it that belongs here.
 
-    `region` indexes the stored tensor; () is all of it. A tensor-parallel rank asks for its rows or
-    columns with it, and only those are read.
+    `region` indexes the stored tensor; () is all of it. Only what it names is read.
     """
 
     name: str
