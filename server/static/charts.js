@@ -14,10 +14,13 @@ export function colorOf(id) {
   return getComputedStyle(document.getElementById(id)).backgroundColor;
 }
 
-const number = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
+const rounded = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
+const exact = new Intl.NumberFormat();
 
+// Counts as they are, measurements to three digits.
 export function words(value, unit = "") {
-  return Number.isFinite(value) ? number.format(value) + unit : "–";
+  if (!Number.isFinite(value)) return "–";
+  return (Number.isInteger(value) ? exact : rounded).format(value) + unit;
 }
 
 // Small charts below each other with one time axis. A lane: { name, unit, values, color, bars }.
