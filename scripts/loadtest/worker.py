@@ -46,7 +46,8 @@ class Outcome:
 
 def worker_main(pipe: Connection, target: Target, workload: Workload) -> None:
     """Serve jobs until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one file handle for each connection
     try:

@@ -272,8 +272,9 @@ def test_wrong_arguments_are_advised(flags: tuple[str, ...], message: str, capsy
     assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_reports_what_there_is(tmp_path: Path) -> None:
-    """To the whole group, as a terminal does; one answered request, then a server that stalls."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reports_what_there_is(number: int, tmp_path: Path) -> None:
+    """To the whole group, as terminals and `timeout` do; one answered request, then a server that stalls."""
     with OpenAIStub() as stub:
         command = [sys.executable, str(SCRIPT), "--url", stub.url, "--warmup", "0"]
         command += ["--concurrency", "1", "--output-len", "3", "--input-len", "4"]
@@ -289,7 +290,7 @@ def test_ctrl_c_reports_what_there_is(tmp_path: Path) -> None:
             wait_for_requests(stub, 1)
             stub.mode = "stall"
             wait_for_stall(stub)
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, number)
             out, err = process.communicate(timeout=20)
         finally:
             if process.poll() is None:
@@ -297,6 +298,7 @@ def test_ctrl_c_reports_what_there_is(tmp_path: Path) -> None:
                 process.wait()
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    assert "a client process ended" not in err
     assert "Interrupted: this is what there was" in out
     values = json.loads((tmp_path / "r.json").read_text())["levels"][0]["rounds"][0]["values"]
     assert 1 <= values["completed"] < 16
