@@ -37,7 +37,7 @@ class Built:
         origin = "cached" if self.cached else f"compiled in {self.entry.milliseconds:.0f} ms"
         return [
             f"{name} ({self.job.arch} {macros}): {origin}, {r.registers} registers, "
-            f"{r.spill_bytes} bytes spilled, {r.smem_bytes} bytes static shared memory"
+            f"{r.spill_bytes} bytes spilled, {r.stack_bytes} of stack, {r.smem_bytes} of static shared memory"
             for name, r in self.entry.resources.items()
         ]
 

@@ -36,12 +36,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture(scope="session")
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a plain copy on this card."""
-    return measure.copy_bandwidth()
-
-
 def record_graph(work: Callable[[], object]) -> Callable[[], None]:
     """Run `work` once on a side stream, record it in a CUDA graph; the result replays and waits.
 

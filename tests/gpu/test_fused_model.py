@@ -19,7 +19,7 @@ from tests.engine_cpu.tiny_models import make_tiny
 from tests.gpu.conftest import Record
 from tests.gpu.engine_cases import SHAPE, build, check_against_transformers, prompts
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16 = torch.bfloat16, torch.float16
 ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 257)
 HIDDEN, INNER = 896, 1216
 EPS = 1e-6

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
 
 MODULES = (activation, copy_blocks, embed_tokens, prepare_decode, rms_norm, rope_and_cache)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
