@@ -92,6 +92,7 @@ class Launcher:
         self.children: list[Child] = []
         self.stop_asked = asyncio.Event()
         self.stop_now = asyncio.Event()
+        self.is_ending = False  # draining is over: what is left has short limits of its own
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -119,6 +120,7 @@ class Launcher:
                 task.cancel()
             await asyncio.gather(work, stop, return_exceptions=True)
             at_once = self.stop_now.is_set()
+            self.is_ending = True
             await self.http.stop(0.0 if at_once else FLUSH_S)
             await asyncio.gather(*(child.end(at_once) for child in self.children))
             self.client.close()
@@ -134,20 +136,26 @@ class Launcher:
             except ConfigError as error:
                 logger.error("SIGHUP: keeping the old certificate: %s", error)
             return
-        if self.stop_asked.is_set():
+        if self.stop_asked.is_set() and not self.is_ending:
             logger.warning("%s again: ending at once", name)
             self.stop_now.set()
         else:
-            logger.info("%s: %s", name, self.describe_drain())
+            logger.info("%s: %s", name, self.describe_stop())
             self.stop_asked.set()
 
-    def describe_drain(self) -> str:
+    def describe_stop(self) -> str:
+        """What a signal leads to. Only while requests are waited for can another one shorten it."""
+        if self.is_ending:
+            return "already stopping"
         running = self.client.num_live
-        if not running:
+        if not running or self.status.dead_reason:
             return "stopping"
+        requests = f"{running} request{'s' * (running > 1)}"
+        if not self.config.drain_timeout:
+            return f"stopping, which ends {requests} (--drain-timeout 0)"
         return (
-            f"draining {running} request{'s' * (running > 1)}, which takes up to "
-            f"{self.config.drain_timeout:g} s; Ctrl-C or a signal again ends at once"
+            f"draining {requests}, which takes up to {self.config.drain_timeout:g} s; "
+            "Ctrl-C or a signal again ends at once"
         )
 
     async def drain(self) -> None:

@@ -16,6 +16,11 @@ from typing import Any
 
 import pytest
 
+from engine.api.config import EngineConfig
+from server.client import EngineClient
+from server.config import ServerConfig
+from server.http_server import bind, close_all
+from server.launcher import Launcher
 from server.run_dir import remove_abandoned
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.processes import children_of, is_alive
@@ -146,6 +151,68 @@ def test_second_signal_ends_at_once(model: str) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         wait_until(lambda: not is_alive(engine))
+
+
+def test_a_signal_when_draining_is_over_promises_nothing(model: str) -> None:
+    """What is left has its own short limits; an engine that stands still takes all of them."""
+    with live_server(model, *FLAGS) as server:
+        os.kill(child_running(server, "engine"), signal.SIGSTOP)
+        for number, said in ((signal.SIGTERM, "SIGTERM: "), (signal.SIGINT, "SIGINT")):
+            server.process.send_signal(number)
+            wait_until(lambda said=said: said in server.log.read_text())  # type: ignore[misc]
+            time.sleep(0.3)
+        assert server.process.wait(20) == 0
+        log = server.log.read_text()
+    assert "SIGTERM: stopping\n" in log
+    assert "SIGINT: already stopping\n" in log
+    assert "at once" not in log
+
+
+@pytest.mark.parametrize(
+    ("num_live", "drain_timeout", "dead_reason", "is_ending", "said"),
+    [
+        (0, 30.0, "", False, "stopping"),
+        (
+            1,
+            30.0,
+            "",
+            False,
+            "draining 1 request, which takes up to 30 s; Ctrl-C or a signal again",
+        ),
+        (
+            2,
+            0.5,
+            "",
+            False,
+            "draining 2 requests, which takes up to 0.5 s; Ctrl-C or a signal again",
+        ),
+        (2, 0.0, "", False, "stopping, which ends 2 requests (--drain-timeout 0)"),
+        (2, 30.0, "the engine ended", False, "stopping"),
+        (2, 30.0, "", True, "already stopping"),
+    ],
+)
+def test_a_signal_offers_to_end_at_once_only_while_it_drains(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    num_live: int,
+    drain_timeout: float,
+    dead_reason: str,
+    is_ending: bool,
+    said: str,
+) -> None:
+    listeners = bind("127.0.0.1", 0)
+    config = ServerConfig(drain_timeout=drain_timeout)
+    launcher = Launcher(config, EngineConfig(model="m"), listeners, str(tmp_path))
+    monkeypatch.setattr(EngineClient, "num_live", num_live)
+    launcher.status.dead_reason = dead_reason
+    launcher.is_ending = is_ending
+    try:
+        told = launcher.describe_stop()
+    finally:
+        launcher.client.close()
+        close_all(listeners)
+    assert told.startswith(said)
+    assert ("at once" in told) == ("again" in said)
 
 
 @pytest.mark.parametrize("module", ["engine", "tokenizer_proc"])
