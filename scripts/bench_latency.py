@@ -11,7 +11,7 @@ import json
 import time
 
 import numpy as np
-from engine_driver import SHAPES, Driver
+from engine_driver import SHAPES, Driver, tell_of_cpu
 
 
 def decode_step_ms(driver: Driver, batch: int, context: int, steps: int) -> dict[str, float]:
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
+    tell_of_cpu(args.device)
     driver = Driver.of_model(
         args.model,
         device=args.device,

@@ -10,7 +10,7 @@ import argparse
 import json
 
 import numpy as np
-from engine_driver import SHAPES, Driver
+from engine_driver import SHAPES, Driver, tell_of_cpu
 from tqdm import tqdm
 
 
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--json", help="write the figures to this file too")
     args = parser.parse_args()
+    tell_of_cpu(args.device)
     driver = Driver.of_model(
         args.model,
         device=args.device,

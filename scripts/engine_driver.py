@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -80,6 +81,17 @@ def model_directory(name: str) -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
     return str(folder)
+
+
+def tell_of_cpu(device: str) -> None:
+    """One line on stderr where `auto` will take a CPU, whose times are easily mistaken for a GPU's."""
+    if device == "auto" and not torch.cuda.is_available():
+        print(
+            f"{Path(sys.argv[0]).name}: torch sees no GPU, so the CPU is measured: good for comparing "
+            "changes with small models (--model tiny or 0.5b), not for 7b; --device cpu asks for it",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @dataclass
