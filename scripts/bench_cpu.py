@@ -401,15 +401,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", help="of the started server; transformers runs float32")
     cores = len(os.sched_getaffinity(0))
     add("--threads", type=int, default=cores, help="CPU threads of server and peers alike")
-    add("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16])
-    add("--prompt-tokens", type=int, default=64)
-    add("--output-tokens", type=int, default=64)
+    add(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8, 16],
+        help="clients at a time, a level each; each level takes up to --level-seconds and its last "
+        "requests",
+    )
+    add("--prompt-tokens", type=int, default=64, help="tokens of each prompt, random ids")
+    add(
+        "--output-tokens",
+        type=int,
+        default=64,
+        help="tokens of each answer, exactly; time grows with them",
+    )
     add("--long-prompt", type=int, default=1000, help="tokens of the prefill measurement")
     add("--repeats", type=int, default=2, help="requests per client, and prefills")
     add("--level-seconds", type=float, default=60, help="no request starts later than this")
     add("--idle-seconds", type=float, default=5, help="how long to watch the idle server")
     add("--start-timeout", type=float, default=600, help="seconds to wait for /ready")
-    add("--peer-timeout", type=float, default=600, help="seconds for one peer")
+    add(
+        "--peer-timeout",
+        type=float,
+        default=600,
+        help="seconds for one peer, which is given up then",
+    )
     add("--no-peers", action="store_true", help="do not run transformers")
     add(
         "--peer-llama-cpp", type=Path, metavar="GGUF", help="also run llama-cpp-python on this file"

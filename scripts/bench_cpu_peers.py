@@ -127,13 +127,47 @@ def run(generate: Generate, name: str, batches: tuple[int, ...], args: argparse.
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("engine", choices=("transformers", "llama.cpp"))
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--long-prompt", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "engine",
+        choices=("transformers", "llama.cpp"),
+        help="what to measure; llama.cpp needs llama-cpp-python, which is not in requirements.txt",
+    )
+    parser.add_argument(
+        "model",
+        type=Path,
+        help="directory of weights (in memory as float32) for transformers, a .gguf file for "
+        "llama.cpp",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="CPU threads; more than there are cores slow it down (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=64,
+        help="tokens of each prompt, random ids (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=int,
+        default=64,
+        help="tokens of each answer, exactly; time grows with them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--long-prompt",
+        type=int,
+        default=1000,
+        help="tokens of the prompt of the prefill measurement (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=2,
+        help="runs of each measurement, of which the median is printed (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     generate: Generate | None
     batches: tuple[int, ...]

@@ -165,12 +165,43 @@ def main() -> int:
     parser.add_argument(
         "--model", metavar="DIR", help="whose tokenizer to use; its weights are not"
     )
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each level")
-    parser.add_argument("--tokens-per-s", type=float, nargs="*", help="these levels, no search")
-    parser.add_argument("--start", type=float, default=8000, help="tokens/s of the first level")
-    parser.add_argument("--factor", type=float, default=1.15, help="from one level to the next")
-    parser.add_argument("--requests", type=int, default=300, help="for the added TTFT")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        default=256,
+        help="requests at a time, which share the tokens/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=4.0,
+        help="length of each level; more gives steadier figures (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens-per-s",
+        type=float,
+        nargs="*",
+        help="measure these levels instead of searching for the highest that is sustained",
+    )
+    parser.add_argument(
+        "--start",
+        type=float,
+        default=8000,
+        help="tokens/s of the first level of the search (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=1.15,
+        help="from one level of the search to the next; nearer to 1 is finer, and takes longer "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=300,
+        help="requests, one at a time, for the added TTFT (default: %(default)s)",
+    )
     args = parser.parse_args()
     model = args.model or str(ensure_default_model(BarProgress()))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.streams} streams")

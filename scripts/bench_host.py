@@ -158,11 +158,33 @@ def host_time(driver: Driver, batch: int, steps: int, clock: PartClock, draws: b
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="tiny", help=f"directory, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 64, 256, 1024])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3, help="the middle one is printed")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="*",
+        default=[1, 64, 256, 1024],
+        help="running requests, one measurement each; the largest sizes the engine's tables "
+        "(default: 1 64 256 1024)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="decode steps of a round, of which the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds of each batch; the middle one is printed (default: %(default)s)",
+    )
     parser.add_argument("--draw", action="store_true", help="requests with temperature 1")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cuda or cpu; auto: a GPU if torch sees one; on a CPU the model is left out "
+        "(default: %(default)s)",
+    )
     args = parser.parse_args()
     driver = Driver.of_model(
         args.model,

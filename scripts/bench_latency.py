@@ -45,16 +45,62 @@ def prefill_ms(driver: Driver, length: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="7b", help=f"directory, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192, 16384])
-    parser.add_argument("--context", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--json", help="write the figures to this file too")
+    parser.add_argument(
+        "--model",
+        default="7b",
+        help=f"directory, or a shape with random weights: one of {', '.join(SHAPES)} (default: "
+        "%(default)s, 15 GB of weights in 16 bits)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="*",
+        default=[1, 8, 32, 64, 128, 256],
+        help="running requests of the decode steps, one measurement each; needs KV cache for "
+        "--context tokens of each; none given: no decode steps (default: 1 8 32 64 128 256)",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        nargs="*",
+        default=[2048, 8192, 16384],
+        help="tokens of the prompts that are computed alone, four runs each; none given: no "
+        "prefill (default: 2048 8192 16384)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=1000,
+        help="prompt tokens of each request of the decode steps, computed before they are timed "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=40,
+        help="decode steps of each batch, of which the median is printed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cuda or cpu; auto: a GPU if torch sees one, else the CPU, which is not for 7b",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="arithmetic and weights, as of serve.py; float32 on a GPU is many times slower "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="keys and values, as of serve.py; fp8 takes half the memory, and rounds more "
+        "(default: the model's dtype)",
+    )
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="no CUDA graphs: a faster start, slower steps"
+    )
+    parser.add_argument("--json", help="write the figures to this file as well")
     args = parser.parse_args()
     tell_of_cpu(args.device)
     driver = Driver.of_model(

@@ -28,15 +28,45 @@ def workload(name: str, scale: float) -> list[tuple[int, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="7b", help=f"directory, or one of {', '.join(SHAPES)}")
     parser.add_argument(
-        "--work", nargs="*", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"]
+        "--model",
+        default="7b",
+        help=f"directory, or a shape with random weights: one of {', '.join(SHAPES)} (default: "
+        "%(default)s, 15 GB of weights in 16 bits)",
     )
-    parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--json", help="write the figures to this file too")
+    parser.add_argument(
+        "--work",
+        nargs="*",
+        default=["a", "b", "c", "d"],
+        choices=["a", "b", "c", "d"],
+        help="which works, in this order: a: 1000 requests of 512 tokens in, 128 out; b: 300 of "
+        "2048 / 128; c: 1000 of 32 / 256; d: 256 of mixed lengths (default: all)",
+    )
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="factor of the numbers of requests; 0.1 sends a tenth, which is over sooner, but keeps "
+        "fewer running at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cuda or cpu; auto: a GPU if torch sees one, else the CPU, which is not for 7b",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="arithmetic and weights, as of serve.py; float32 on a GPU is many times slower "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="keys and values, as of serve.py; fp8 takes half the memory, and rounds more "
+        "(default: the model's dtype)",
+    )
+    parser.add_argument("--json", help="write the figures to this file as well")
     args = parser.parse_args()
     tell_of_cpu(args.device)
     driver = Driver.of_model(

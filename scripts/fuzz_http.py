@@ -22,9 +22,27 @@ from scripts.fuzz.run import Unusable, fuzz
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("url", help="the server; it needs no key")
-    parser.add_argument("--requests", type=int, default=20_000, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--workers", type=int, default=8, metavar="N", help="connections at a time")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=20_000,
+        metavar="N",
+        help="how many to send (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of what is drawn: another one is another run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=8,
+        metavar="N",
+        help="connections at a time (default: %(default)s)",
+    )
     parser.add_argument(
         "--only", type=int, metavar="N", help="send only the request of this number"
     )

@@ -74,7 +74,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE,...",
         help="try these values instead of the tool's own, may repeat; as in block-size=8,32",
     )
-    add("--out", type=Path, default=Path("tuned"), metavar="FOLDER", help="(default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("tuned"),
+        metavar="FOLDER",
+        help="where results go, and where the same command goes on from (default: %(default)s)",
+    )
     return parser
 
 
