@@ -7,7 +7,7 @@ Overlapped (the device works on one step while the host finishes the one before 
 
 In sequence (`overlap=False`; a CPU device computes inside launch, so there is nothing to hide):
 
-    CPU  | plan n | launch n (compute) | commit n | send | plan n+1 | ...
+    CPU  | plan n | send who starts | launch n (compute) | commit n | send | plan n+1 | ...
 
 Both run the same calls. What makes overlap correct: the scheduler counts a token as computed when its
 step is launched, decode rows read the last sampled token on the device, and a request found to have
@@ -120,6 +120,8 @@ class StepLoop:
         plan = self.scheduler.schedule(time.monotonic_ns())
         launched = None
         if plan is not None:
+            if plan.new_rows and not self.overlap:
+                self.send_output()  # who starts now: what computes inside `launch` would make it late
             self.step_started = time.monotonic()
             launched = self.attempt(plan, partial(self.launch, plan))
         if self.overlap and self.in_flight is not None:
@@ -132,6 +134,9 @@ class StepLoop:
             self.in_flight = launched
         if self.in_flight is None:
             self.step_started = 0.0
+        self.send_output()
+
+    def send_output(self) -> None:
         output = self.scheduler.take_output(self.epoch, self.steps)
         if output is not None:
             self.send(output)

@@ -291,7 +291,8 @@ class EngineClient:
 
     def _on_started(self, choice: Choice, num_cached: int, queue_us: int, now: int) -> None:
         stream = choice.stream
-        choice.started_ns = now
+        # this message may come with the first token, at the end of the step in which it started
+        choice.started_ns = min(now, stream.arrival_ns + queue_us * 1000)
         choice.queue_us = queue_us
         self._num_queued -= 1
         if choice.index % (len(stream.choices) // stream.num_prompts) == 0:

@@ -1,11 +1,12 @@
 """/metrics: the names that dashboards read, and numbers that add up."""
 
+import asyncio
 import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.api.messages import EngineState, EngineStats, FinishReason, Phase
+from engine.api.messages import Deltas, EngineState, EngineStats, FinishReason, Phase
 from server.metrics import Histogram
 from server.status_line import describe
 from tests.server.conftest import Site, eventually
@@ -91,6 +92,32 @@ async def test_counts_of_requests(site: Site) -> None:
     assert found["vllm:request_queue_time_seconds_sum"] == pytest.approx(2 * 0.0015)
     assert await site.metric('srv:rejected_requests_total{code="invalid_value"') == 1
     assert await site.metric('vllm:request_success_total{engine="0",finished_reason="stop"') == 2
+
+
+async def test_a_start_told_with_the_first_token_was_when_the_queue_ended(site: Site) -> None:
+    """An engine may tell of both at the end of the step that computes the prompt."""
+    site.backend.script = lambda g: Script(hold="queued")
+    headers = {"X-Request-Metrics": "1"}
+    body = {"prompt": "x", "n": 2}
+    answer = asyncio.create_task(site.post("/v1/completions", body, headers=headers))
+    await eventually(lambda: len(site.backend.generates) == 1)
+    await asyncio.sleep(0.3)
+    first = site.backend.generates[0].req_id
+    site.backend.send(
+        "replies",
+        Deltas(
+            req_ids=[first, first + 1],
+            texts=["a", "b"],
+            counts=[1, 1],
+            finished=[(0, FinishReason.LENGTH, None), (1, FinishReason.LENGTH, None)],
+            started=[(first, 0, 100_000), (first + 1, 0, 200_000)],
+        ),
+    )
+    times = (await answer)[1]["metrics"]
+    found = await samples(site)
+    assert found["vllm:request_prefill_time_seconds_sum"] > 0.2 + 0.1 - 0.01
+    assert found["vllm:request_inference_time_seconds_sum"] > 0.2 + 0.1 - 0.01
+    assert times["tokens_per_second"] < 2 / (0.2 - 0.01)
 
 
 async def test_the_start_is_told_even_if_nobody_asks_for_anything(site: Site) -> None:
