@@ -73,6 +73,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_weights(path: Path) -> None:
     if not (path / INDEX).is_file():
+        for file in sorted(path.glob("*.safetensors")):
+            check_link(file)
         if weight_files(path):
             return
         others = [p.name for pattern in ("*.bin", "*.pth", "*.gguf") for p in path.glob(pattern)]
@@ -86,11 +88,18 @@ def check_weights(path: Path) -> None:
     shards = sorted({str(name) for name in weight_map.values()})
     missing = [name for name in shards if not (path / name).is_file()]
     if missing:
+        check_link(path / missing[0])
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         raise ConfigError(
             f"--model {path}: {', '.join(missing[:MAX_NAMED])}{more} missing "
             f"({len(missing)} of {len(shards)} files named in {INDEX})"
         )
+
+
+def check_link(file: Path) -> None:
+    """Raise ConfigError if `file` is a link to nothing, as a moved or cleaned cache leaves them."""
+    if file.is_symlink() and not file.exists():
+        raise ConfigError(f"--model {file}: is a link to {os.readlink(file)}, which is not there")
 
 
 def check_tokenizer(path: Path, flag: str) -> None:

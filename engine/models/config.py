@@ -1,6 +1,7 @@
 """What config.json (or a GGUF header) says of a model, checked, without importing torch."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from engine.models import ARCHITECTURES
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILE = "model.safetensors"
+LFS_MARK = (
+    b"version https://git-lfs"  # begins what git has in place of a file until that is fetched
+)
 # Far beyond any model: a damaged config.json is to be told from a large model.
 MOST_LAYERS = 2**12
 MOST_WIDTH = 2**20
@@ -168,13 +172,21 @@ def choose_architecture(raw: dict[str, Any], where: str) -> str:
 
 def reject_quantization(raw: dict[str, Any], where: str) -> None:
     """Quantized weights would load as nonsense; say so before anything else is looked at."""
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
-    if quantization:
-        is_object = isinstance(quantization, dict)
-        method = quantization.get("quant_method", "unknown") if is_object else quantization
+    for key in ("quantization_config", "compression_config"):
+        quantization = raw.get(key)
+        if quantization is None or quantization == {}:
+            continue
+        if not isinstance(quantization, dict | str):
+            raise ConfigError(f"{where}: {key} must be an object, got {quantization!r:.80}")
+        method = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+        said = f"{key} names no quant_method, and quantized weights are"
+        if method is not None:
+            said = f"quantization method {method!r:.80} is"
         raise ConfigError(
-            f"{where}: quantization method {method!r} is not supported yet; use the unquantized "
-            "checkpoint, or a GGUF file, which is dequantized when loaded"
+            f"{where}: {said} not supported yet; use the unquantized checkpoint, or a GGUF file, which "
+            "is dequantized when loaded"
         )
 
 
@@ -212,9 +224,19 @@ def find_weight_files(path: str) -> list[str]:
     directory = Path(path)
     index = directory / INDEX_FILE
     if index.is_file():
-        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{index}: weight_map must be an object, got {weight_map!r:.80}")
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"{index}: weight_map must give each tensor a file name, got {name!r:.80} for "
+                    f"{tensor:.80}"
+                )
+        shards = sorted(set(weight_map.values()))
         missing = [name for name in shards if not (directory / name).is_file()]
         if missing:
+            check_link(directory / missing[0])
             raise ConfigError(
                 f"{path}: {len(missing)} of {len(shards)} weight files listed in {INDEX_FILE} are "
                 f"missing, first {missing[0]}; is the download complete?"
@@ -222,13 +244,22 @@ def find_weight_files(path: str) -> list[str]:
         if not shards:
             raise ConfigError(f"{index}: lists no weight files (weight_map is empty)")
         return [str(directory / name) for name in shards]
+    check_link(directory / WEIGHT_FILE)
     if (directory / WEIGHT_FILE).is_file():
         return [str(directory / WEIGHT_FILE)]
     files = sorted(f for f in directory.glob("*.safetensors") if f.is_file())
     # consolidated*.safetensors repeat the same weights under other names
     files = [f for f in files if not f.name.startswith("consolidated")] or files
     if not files:
+        for file in sorted(directory.glob("*.safetensors")):
+            check_link(file)
         others = [f.name for f in sorted(directory.glob("*.bin"))]
         hint = f"; {others[0]} is not read, convert it to safetensors" if others else ""
         raise ConfigError(f"{path}: no *.safetensors in this directory{hint}")
     return [str(f) for f in files]
+
+
+def check_link(file: Path) -> None:
+    """Raise ConfigError if `file` is a link to nothing, as a moved or cleaned cache leaves them."""
+    if file.is_symlink() and not file.exists():
+        raise ConfigError(f"{file}: is a link to {os.readlink(file)}, which is not there")

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.api.config import ConfigError
-from engine.models.config import find_weight_files
+from engine.models.config import LFS_MARK, find_weight_files
 from engine.weights.gguf_file import read_gguf
 from engine.weights.gguf_model import hf_names, hf_values
 from engine.weights.slots import Shape, Source
@@ -39,6 +39,11 @@ class SafetensorsCheckpoint:
             try:
                 handle = safe_open(file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
+                if is_lfs_pointer(file):
+                    raise ConfigError(
+                        f"{file}: is a pointer of Git LFS, not the weights: run `git lfs pull` in the "
+                        "folder"
+                    ) from None
                 raise ConfigError(
                     f"{file}: damaged or truncated safetensors file ({error}); compare its size "
                     "with the publisher's and fetch it again"
@@ -57,6 +62,14 @@ class SafetensorsCheckpoint:
         if not source.region:
             return handle.get_tensor(source.name)
         return handle.get_slice(source.name)[source.region]
+
+
+def is_lfs_pointer(file: str) -> bool:
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(len(LFS_MARK)) == LFS_MARK
+    except OSError:
+        return False
 
 
 class GgufCheckpoint:

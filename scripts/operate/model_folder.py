@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.api.config import ConfigError, EngineConfig
-from engine.models.config import ModelConfig, find_weight_files
+from engine.models.config import LFS_MARK, ModelConfig, find_weight_files
 from scripts.operate.findings import Findings
 from scripts.operate.machine import GIB
 from server.answer.call_format import FORMATS, detect
 from server.config import ServerConfig
 from server.model_check import check_model, sampling_defaults
 
-LFS_MARK = b"version https://git-lfs"
 UNFINISHED = ("*.incomplete", "*.part", "*.aria2", "*.crdownload")
 SHOWN = 3
 

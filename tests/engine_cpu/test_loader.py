@@ -94,6 +94,12 @@ def test_missing_config(tmp_path: Path) -> None:
         ),
         ({"architectures": None}, "architecture (none given) is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization method 'awq' is not"),
+        (
+            {"quantization_config": {"quant_method": None}},
+            "quantization_config names no quant_method",
+        ),
+        ({"quantization_config": []}, "quantization_config must be an object, got []"),
+        ({"compression_config": 4}, "compression_config must be an object, got 4"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
@@ -158,8 +164,44 @@ def test_missing_shard(tmp_path: Path) -> None:
     message = error_of(lambda: load(tmp_path))
     assert f"1 of {len(shards)} weight files listed in {INDEX_FILE} are missing" in message
     assert Path(shards[1]).name in message
-    (tmp_path / INDEX_FILE).write_text("{}")
+    (tmp_path / INDEX_FILE).write_text('{"weight_map": {}}')
     assert "lists no weight files" in error_of(lambda: load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ({}, "weight_map must be an object, got None"),
+        ({"weight_map": None}, "weight_map must be an object, got None"),
+        ({"weight_map": ["a"]}, "weight_map must be an object, got ['a']"),
+        ({"weight_map": {Q_PROJ: 3}}, f"give each tensor a file name, got 3 for {Q_PROJ}"),
+        ({"weight_map": {Q_PROJ: ["a"]}}, f"give each tensor a file name, got ['a'] for {Q_PROJ}"),
+    ],
+)
+def test_an_index_that_cannot_be_used(model_dir: Path, index: Any, expected: str) -> None:
+    (model_dir / INDEX_FILE).write_text(json.dumps(index))
+    message = error_of(lambda: load(model_dir))
+    assert message.startswith(f"{model_dir}/{INDEX_FILE}: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_link_to_nothing_is_named_with_its_target(model_dir: Path, has_index: bool) -> None:
+    if has_index:
+        index = {"weight_map": {Q_PROJ: WEIGHTS}}
+        (model_dir / INDEX_FILE).write_text(json.dumps(index))
+    (model_dir / WEIGHTS).unlink()
+    (model_dir / WEIGHTS).symlink_to("../blobs/0123")
+    message = error_of(lambda: load(model_dir))
+    assert message == f"{model_dir}/{WEIGHTS}: is a link to ../blobs/0123, which is not there"
+
+
+def test_a_pointer_of_git_lfs_is_no_damaged_file(model_dir: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 1000\n"
+    (model_dir / WEIGHTS).write_text(pointer)
+    message = error_of(lambda: load(model_dir))
+    assert message.startswith(f"{model_dir}/{WEIGHTS}: is a pointer of Git LFS")
+    assert "git lfs pull" in message
 
 
 def test_truncated_file(model_dir: Path) -> None:

@@ -63,3 +63,13 @@ def test_only_files_are_weights(tmp_path):
         check_weights(tmp_path)
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         find_weight_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_link_to_nothing_is_named_with_its_target(tmp_path, has_index):
+    if has_index:
+        index = {"weight_map": {"x": "model.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").symlink_to("../blobs/0123")
+    with pytest.raises(ConfigError, match=r"model.safetensors: is a link to \.\./blobs/0123"):
+        check_weights(tmp_path)
