@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[float, str], None]
 ROTARY_BUFFER = ".rotary_emb.inv_freq"  # computed from the config; older checkpoints store it
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+COMPARED_ROWS = 4096  # of two tensors at a time
 SHOWN_NAMES = 5
 
 
@@ -44,9 +47,11 @@ def load_model(
     (engine/layers/rotary.py). `dummy` draws random weights from `seed` instead of reading any. `progress(fraction, what)` is called per layer. `fused`: see build_model.
     Raises ConfigError naming layer, tensor and file if the checkpoint does not fit the config.
     """
-    model = build_model(config, dtype, device, fused)
     reader: Reader | DummyReader
     reader = DummyReader(seed) if dummy else Reader(open_checkpoint(path), path, dtype)
+    if config.tie_word_embeddings:
+        config = replace(config, tie_word_embeddings=reader.has_one_table())
+    model = build_model(config, dtype, device, fused)
     layers = [(layer, layer.slots()) for layer in model.weighted_layers()]
     total = sum(math.prod(slot.shape) for _, slots in layers for slot in slots)
     done = 0
@@ -88,13 +93,52 @@ class Reader:
         self.checkpoint = checkpoint
         self.path = path
         self.dtype = str(dtype).removeprefix("torch.")
+        self.load_dtype = dtype
         self.unused = dict(checkpoint.files)
         self.noted_casts: set[str] = set()
+        self.stored_as: dict[str, str] = {}  # tensors that are there under another name
+
+    def has_one_table(self) -> bool:
+        """Whether embedding and head are one, as config.json says, by what is stored.
+
+        Of two that differ each is used, as transformers does: somebody trained them apart.
+        """
+        files = self.checkpoint.files
+        if HEAD not in files:
+            return True
+        if EMBEDDING not in files:
+            self.stored_as[EMBEDDING] = HEAD
+            return True
+        if self.is_equal(EMBEDDING, HEAD):
+            del self.unused[HEAD]
+            return True
+        logger.warning(
+            "%s: %s is not the embedding, although config.json ties them; it is used. "
+            "To silence this, set tie_word_embeddings to false in config.json",
+            *(files[HEAD], HEAD),
+        )
+        return False
+
+    def is_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are, once they are loaded."""
+        shape, _ = self.checkpoint.describe(one)
+        if not shape or self.checkpoint.describe(other)[0] != shape:
+            return False
+        for row in range(0, shape[0], COMPARED_ROWS):
+            region = (slice(row, row + COMPARED_ROWS),)
+            a, b = (
+                self.checkpoint.read(Source(name, shape, region)).to(self.load_dtype)
+                for name in (one, other)
+            )
+            if not torch.equal(a, b):
+                return False
+        return True
 
     def fill(self, slot: Slot, target: Tensor) -> None:
         """Read the slot's sources into `target`, one below the other."""
         row = 0
         for source in slot.sources:
+            source = replace(source, name=self.stored_as.get(source.name, source.name))
             self.check(slot, source)
             rows = source.region_shape[0]
             target[row : row + rows].copy_(self.checkpoint.read(source))
@@ -137,8 +181,6 @@ class Reader:
     def finish(self, config: ModelConfig) -> None:
         """Raise ConfigError if tensors are left over that ought to have a place in the model."""
         left = {n: f for n, f in self.unused.items() if not n.endswith(ROTARY_BUFFER)}
-        if config.tie_word_embeddings and left.pop("lm_head.weight", ""):
-            logger.info("lm_head.weight is not used: config.json ties the head to the embedding")
         if left:
             names = ", ".join(f"{name} ({file})" for name, file in list(left.items())[:SHOWN_NAMES])
             more = f" and {len(left) - SHOWN_NAMES} more" if len(left) > SHOWN_NAMES else ""
@@ -164,6 +206,9 @@ class DummyReader:
             ):  # on the weights' own device, which may be a hundred times faster
                 self.generator = torch.Generator(target.device).manual_seed(self.seed)
             target.normal_(0.0, target.shape[-1] ** -0.5, generator=self.generator)
+
+    def has_one_table(self) -> bool:
+        return True
 
     def kv_scales(self, num_layers: int) -> list[Scales]:
         return [(1.0, 1.0)] * num_layers

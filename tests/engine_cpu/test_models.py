@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, build_model
-from engine.weights.loader import load_model
+from engine.weights.loader import EMBEDDING, HEAD, load_model
 from tests.engine_cpu.naive_attention import Sequences
-from tests.engine_cpu.tiny_models import FAMILIES, edit_config, make_tiny
+from tests.engine_cpu.tiny_models import FAMILIES, copy_model, edit_config, make_tiny
 
 CPU = torch.device("cpu")
 LOGITS_TOLERANCE = 1e-4  # logits have a standard deviation of about 4
@@ -117,6 +118,30 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: str, tmp_path: Pat
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=LOGITS_TOLERANCE)
     assert Sequences(ours).greedy(PROMPT, 24) == their_greedy(reference, PROMPT, 24)
+
+
+@pytest.mark.parametrize("stored", ["both, different", "both, one value differs", "both", "head"])
+def test_a_tied_checkpoint_with_a_head_of_its_own(stored: str, tmp_path: Path) -> None:
+    """As transformers loads it: of two that differ each is used, and one alone is both."""
+    path = make_tiny("llama_tied", tmp_path / "tied", tokenizer=False)
+    weights = f"{path}/model.safetensors"
+    tensors = load_file(weights)
+    head = torch.randn_like(tensors[EMBEDDING]) if stored == "both, different" else None
+    tensors[HEAD] = tensors[EMBEDDING].clone() if head is None else head
+    if stored == "both, one value differs":
+        tensors[HEAD][-1, -1] += 1
+    reference = copy_model(path, tmp_path / "untied")
+    edit_config(reference, tie_word_embeddings=False)
+    save_file(tensors, f"{reference}/model.safetensors", {"format": "pt"})
+    if stored == "head":
+        del tensors[EMBEDDING]
+    save_file(tensors, weights, {"format": "pt"})
+
+    ours = load(path)
+    got = Sequences(ours).run({0: PROMPT})[0]
+    want = their_logits(theirs(str(reference)), PROMPT)
+    torch.testing.assert_close(got, want, rtol=0, atol=LOGITS_TOLERANCE)
+    assert ours.head.tied == ("differ" not in stored)
 
 
 def test_chunks_give_the_logits_of_the_whole(tmp_path: Path) -> None:
