@@ -178,8 +178,9 @@ def reject_quantization(raw: dict[str, Any], where: str) -> None:
             continue
         if not isinstance(quantization, dict | str):
             raise ConfigError(f"{where}: {key} must be an object, got {quantization!r:.80}")
-        is_object = isinstance(quantization, dict)
-        method = quantization.get("quant_method") if is_object else quantization
+        method: object = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
         said = f"{key} names no quant_method, and quantized weights are"
         if method is not None:
             said = f"quantization method {method!r:.80} is"
