@@ -212,6 +212,7 @@ class HttpServer:
                 loop=loop,
                 keepalive_timeout=KEEP_ALIVE_S,
                 lingering_time=LINGER_S,
+                auto_decompress=False,  # server/inflate.py does it, of bodies that are read
                 access_log=None,  # type: ignore[arg-type]  # the application logs requests itself
             )
 

@@ -10,9 +10,9 @@ from server.errors import ApiError, describe
 MAX_DEPTH = 128
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Raises ApiError 400: empty_body, invalid_json or invalid_unicode."""
-    if not body.strip():
+    if not body or body.isspace():
         raise ApiError(400, "empty_body", "The request body is empty; send a JSON object.")
     try:
         value = orjson.loads(body)
@@ -28,7 +28,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def explain_failure(body: bytes, error: orjson.JSONDecodeError) -> ApiError:
+def explain_failure(body: bytes | bytearray, error: orjson.JSONDecodeError) -> ApiError:
     """Find out what the fast parser refused: a lone surrogate is a different mistake from bad JSON."""
     try:
         text = body.decode("utf-8")
