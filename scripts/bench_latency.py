@@ -11,7 +11,7 @@ import json
 import time
 
 import numpy as np
-from engine_driver import SHAPES, Driver, tell_of_cpu
+from engine_driver import Driver, add_engine_options, tell_of_cpu
 
 
 def decode_step_ms(driver: Driver, batch: int, context: int, steps: int) -> dict[str, float]:
@@ -45,12 +45,7 @@ def prefill_ms(driver: Driver, length: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--model",
-        default="7b",
-        help=f"directory, or a shape with random weights: one of {', '.join(SHAPES)} (default: "
-        "%(default)s, 15 GB of weights in 16 bits)",
-    )
+    add_engine_options(parser)
     parser.add_argument(
         "--batch",
         type=int,
@@ -81,26 +76,8 @@ def main() -> None:
         help="decode steps of each batch, of which the median is printed (default: %(default)s)",
     )
     parser.add_argument(
-        "--device",
-        default="auto",
-        help="auto, cuda or cpu; auto: a GPU if torch sees one, else the CPU, which is not for 7b",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="arithmetic and weights, as of serve.py; float32 on a GPU is many times slower "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        help="keys and values, as of serve.py; fp8 takes half the memory, and rounds more "
-        "(default: the model's dtype)",
-    )
-    parser.add_argument(
         "--enforce-eager", action="store_true", help="no CUDA graphs: a faster start, slower steps"
     )
-    parser.add_argument("--json", help="write the figures to this file as well")
     args = parser.parse_args()
     tell_of_cpu(args.device)
     driver = Driver.of_model(

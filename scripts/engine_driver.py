@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,25 +22,35 @@ from engine.api.messages import AbortReason, AbortRequests, AddRequest, StepOutp
 from engine.api.sampling import SamplingParams
 from engine.build import build_engine
 
-# Shapes of well-known models, so that speed can be measured without their weights.
-SHAPES: dict[str, dict[str, object]] = {
-    "7b": {  # Qwen2.5-7B
+
+def qwen2(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, is_tied: bool
+) -> dict[str, object]:
+    """The config.json of a Qwen2.5 model of this size."""
+    return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
         "max_position_embeddings": 32768,
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": is_tied,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
         "eos_token_id": 151645,
-    },
+    }
+
+
+# Shapes of well-known models, so that speed can be measured without their weights.
+SHAPES: dict[str, dict[str, object]] = {
+    "7b": qwen2(3584, 18944, 28, 28, 4, 152064, False),
+    "1.5b": qwen2(1536, 8960, 28, 12, 2, 151936, True),
+    "0.5b": qwen2(896, 4864, 24, 14, 2, 151936, True),
     "tiny": {  # for measurements without a model's work
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -53,24 +64,35 @@ SHAPES: dict[str, dict[str, object]] = {
         "torch_dtype": "float32",
         "eos_token_id": 2,
     },
-    "0.5b": {  # Qwen2.5-0.5B
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 151645,
-    },
 }
+
+
+def add_engine_options(parser: ArgumentParser) -> None:
+    """The options of scripts that measure a whole engine."""
+    parser.add_argument(
+        "--model",
+        default="7b",
+        help=f"directory, or a shape with random weights: one of {', '.join(SHAPES)} (default: "
+        "%(default)s, 15 GB of weights in 16 bits)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cuda or cpu; auto: a GPU if torch sees one, else the CPU, which is not for 7b",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="arithmetic and weights, as of serve.py; float32 on a GPU is many times slower "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="keys and values, as of serve.py; fp8 takes half the memory, and rounds more "
+        "(default: the model's dtype)",
+    )
+    parser.add_argument("--json", help="write the figures to this file as well")
 
 
 def model_directory(name: str) -> str:
