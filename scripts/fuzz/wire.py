@@ -1,9 +1,11 @@
 """Bodies -> bytes for a socket, as well-behaved clients send them and as others do."""
 
+import gzip
 import random
+import zlib
 from dataclasses import dataclass, field
 
-from scripts.fuzz.bodies import Bodies, Body
+from scripts.fuzz.bodies import Bodies, Body, wrong_bytes
 
 RIGHT, LEAVE, RESET = "read to the end", "close", "reset"
 
@@ -45,6 +47,10 @@ def chunked(body: Body, chunks: bytes) -> bytes:
     return head.removesuffix(body.data) + chunks
 
 
+def gzipped(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)  # without the time: attempts depend on their number alone
+
+
 class Wire:
     def __init__(self, bodies: Bodies, paths: list[str]) -> None:
         self._bodies = bodies
@@ -56,7 +62,7 @@ class Wire:
             return self.plain(rng)
         kinds = [
             *(self.split, self.piped, self.half, self.leaving, self.headers, self.chunks),
-            *(self.lengths, self.lines, self.noise, self.types),
+            *(self.lengths, self.lines, self.noise, self.types, self.packed),
         ]
         return rng.choice(kinds)(rng)
 
@@ -193,6 +199,26 @@ class Wire:
         )
         data = post(body, *([b"Content-Encoding: " + encoding] if encoding else []))
         return Attempt("types", [data.replace(b"application/json", kind, 1)])
+
+    def packed(self, rng: random.Random) -> Attempt:
+        """Compressed as it should be, or damaged, or far more than it looks."""
+        body = self._bodies.draw(rng)
+        coding, pack = rng.choice([(b"gzip", gzipped), (b"deflate", zlib.compress)])
+        header = b"Content-Encoding: " + coding
+        if rng.random() < 0.5:
+            data = post(Body(body.path, pack(body.data), body.kind), header)
+            return Attempt("packed", cut(data, rng, 3), num_answers=1, bodies=[body])
+        packed = pack(body.data)
+        damaged = rng.choice(
+            [
+                packed[: rng.randrange(len(packed))],
+                packed + rng.choice([packed, b"\0", b"\n"]),
+                wrong_bytes(packed, rng),
+                pack(packed),
+                pack(b" " * 2**25) + packed,
+            ]
+        )
+        return Attempt("packed", [post(Body(body.path, damaged, "bytes"), header)], num_answers=1)
 
     def noise(self, rng: random.Random) -> Attempt:
         data = rng.choice(
