@@ -56,6 +56,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or id that ended it
     logprobs: list[TokenLogprobText] | None = None  # by token, if asked for
     cumulative_logprob: float | None = None
+    error: str | None = None  # why, if finish_reason is error
 
 
 @dataclass
@@ -283,13 +284,15 @@ class LLM:
             output, completion = self.live.pop(deltas.req_ids[row])
             completion.finish_reason = reason.name.lower()
             completion.stop_reason = stop_reason
+            if reason is FinishReason.ERROR:
+                completion.error = "an internal error in the engine; the log says more"
             output.finished = all(c.finish_reason for c in output.outputs)
 
     def _on_error(self, error: RequestError) -> None:
         for req_id in range(error.req_id, error.req_id + error.n):
             output, completion = self.live.pop(req_id)
             completion.finish_reason = "error"
-            completion.text = error.message
+            completion.error = error.message
             output.finished = all(c.finish_reason for c in output.outputs)
 
 

@@ -131,3 +131,4 @@ class StepResult:
     is_bad: BoolArray | None = None  # [num_sampled] the row's logits held NaN
     prompt_logprobs: list[SpanLogprobs] = field(default_factory=list)  # by plan.prompt_spans
     ends: dict[int, RowEnd] = field(default_factory=dict)  # index into token_ids -> why it ends
+    reasons: dict[int, str] = field(default_factory=dict)  # of RowEnd.FAILED, for the client

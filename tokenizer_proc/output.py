@@ -31,6 +31,7 @@ STATUS_OF_REJECTION = {
     "exceeds_kv_capacity": 400,
     "invalid_value": 400,
     "invalid_token_id": 400,
+    "invalid_schema": 400,
     "queue_full": 429,
     "queue_timeout": 503,
     "not_ready": 503,
@@ -46,6 +47,7 @@ class Live:
     copies: int = 1  # choices req_id .. req_id + copies - 1 all get the same
     wants_token_ids: bool = False
     prompt: PromptTokens | None = None  # if its log-probabilities are wanted
+    form_param: str = ""  # the field that says what the text has to look like
 
     @property
     def is_plain(self) -> bool:
@@ -68,6 +70,7 @@ class OutputProcessor:
         wants_token_ids: bool = False,
         prompt_texts: list[str] | None = None,
         shown_special: Sequence[str] = (),
+        form_param: str = "",
     ) -> None:
         """Expect the output of `request`. Call it before the engine can answer.
 
@@ -77,7 +80,9 @@ class OutputProcessor:
         prompt_ids = np.frombuffer(request.token_ids, dtype="<i4")
         skip = request.params.skip_special_tokens
         stream = text_stream(self.vocabulary, skip, prompt_ids, shown_special)
-        live = Live(CompletionText(request.params, stream), copies, wants_token_ids)
+        live = Live(
+            CompletionText(request.params, stream), copies, wants_token_ids, form_param=form_param
+        )
         if request.params.prompt_logprobs is not None:
             live.prompt = PromptTokens(self.vocabulary, prompt_ids, prompt_texts)
         self.live[request.req_id] = live
@@ -153,18 +158,23 @@ class OutputProcessor:
         return failed
 
     def rejected(self, step: StepOutput) -> list[RequestError]:
-        """Terminal messages for the live requests that the engine refused to run."""
-        return [
-            RequestError(
-                req_id=req_id,
-                n=live.copies,
-                status=STATUS_OF_REJECTION.get(code, 500),
-                code=code,
-                message=message,
-            )
-            for req_id, code, message in step.rejected
-            if (live := self.live.pop(req_id, None)) is not None
-        ]
+        """Terminal messages for the live requests that the engine refused, at once or on their way."""
+        errors = []
+        for req_id, code, message in step.rejected:
+            live = self.live.pop(req_id, None)
+            if live is not None:
+                param = live.form_param if code == "invalid_schema" else ""
+                errors.append(
+                    RequestError(
+                        req_id=req_id,
+                        n=live.copies,
+                        status=STATUS_OF_REJECTION.get(code, 500),
+                        code=code,
+                        message=f"{param}: {message}" if param else message,
+                        param=param or None,
+                    )
+                )
+        return errors
 
     def _advance(
         self,

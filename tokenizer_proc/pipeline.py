@@ -63,6 +63,7 @@ class TextPipeline:
     ) -> list[TokenPieces | AddRequest]:
         """What to send to the engine for the choices in `wanted`, whose output is expected from now on."""
         messages: list[TokenPieces | AddRequest] = []
+        form = generate.params.structured or generate.structured_after_mark
         for request in prepared.requests:
             if request.req_id not in wanted:
                 continue
@@ -72,6 +73,7 @@ class TextPipeline:
                 generate.want_token_ids,
                 prepared.token_texts,
                 generate.shown_special,
+                form_param=form.param if form is not None else "",
             )
             if request.params.structured is not None and not self._engine_has_pieces:
                 messages.append(self.constraints.pieces)

@@ -19,6 +19,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from engine.api.sampling import StructuredOutput
 
 MOST_BYTES = 256 * 1024
+# How many ways to go on a parser may have at one place in the text: llguidance's own limit of 2,000 is
+# reached by an object of 500 optional properties, which take four each. The time for one place grows
+# with the square: 5,000 take up to 30 ms, 20,000 half a second, and everybody waits as long. What a
+# token may cost altogether (50,000 at all places looked at, and the lexer's work) is left as it is.
+MOST_ITEMS_IN_ROW = 5000
 STACK_BYTES = 256 * 1024 * 1024  # of threads that compile: reserved, not used
 # Without it, white space between JSON tokens has no end, and a model may get lost in it.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
@@ -64,7 +69,7 @@ def make_tokenizer(
 
 def compile_grammar(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLMatcher:
     """A matcher before the first token. Raises GrammarError."""
-    limits = LLParserLimits(verbose_errors=False)
+    limits = LLParserLimits(max_items_in_row=MOST_ITEMS_IN_ROW, verbose_errors=False)
     matcher = LLMatcher(tokenizer, to_lark(structured), log_level=0, limits=limits)
     matcher.compute_bitmask()  # what no text satisfies shows only here
     if matcher.is_error():
@@ -82,6 +87,21 @@ def explanation(error: str, has_lines: bool) -> str:
     if not has_lines:
         error = PLACE.sub("", error)
     return " ".join(error.split())[:300]
+
+
+def why_it_gave_up(error: str) -> str:
+    """What to tell the client of a matcher's error between two tokens; "" if it is not the grammar's fault.
+
+    What a parser meets in the text shows only there, however well the grammar compiled.
+    """
+    error = " ".join(error.partition("\n")[0].split())[:300]
+    if "satisfy the grammar" in error:  # a token that its mask had ruled out
+        return ""
+    detail = re.sub("^parser error: ", "", error, flags=re.IGNORECASE)
+    return (
+        f"the form asked for is too large or too complex to follow ({detail}); make it smaller, with fewer "
+        "optional properties or alternatives at one place"
+    )
 
 
 def to_lark(structured: StructuredOutput) -> str:

@@ -224,7 +224,7 @@ class StepOutput(Message):
     finished: list[tuple[int, FinishReason, int | None]]  # (index into req_ids, reason, stop token)
     logprobs: list[TokenLogprobs] = []
     started: list[tuple[int, int, int]] = []  # (req_id, cached prompt tokens, queue time in us)
-    rejected: list[tuple[int, str, str]] = []  # (req_id, code, message): ended without running
+    rejected: list[tuple[int, str, str]] = []  # (req_id, code, message): refused or given up
     prompt_logprobs: list[PromptLogprobs] = []  # before all tokens of their requests
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
+from engine.api.grammar import why_it_gave_up
 from engine.ops.token_masks import ALL, num_words
 from engine.plan import RowEnd, RowInit, StepResult
 from engine.runner.grammars import Grammars
@@ -46,6 +47,7 @@ class Constraint:
     num_output: int
     mask: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [W]
     end: RowEnd | None = None  # nothing may follow
+    reason: str = ""  # of RowEnd.FAILED, for the client
 
     def advance(self, token: int) -> None:
         self.num_output += 1
@@ -58,8 +60,9 @@ class Constraint:
         """From what the grammar allows to what the row may do; or find that there is nothing."""
         matcher = self.matcher
         if matcher is not None and matcher.is_error():
-            logger.warning("a grammar gave up: %s", matcher.get_error()[:200])
-            self.end = RowEnd.FAILED
+            error = matcher.get_error()
+            logger.warning("a grammar gave up: %s", " ".join(error.split())[:200])
+            self.end, self.reason = RowEnd.FAILED, why_it_gave_up(error)
             return
         if matcher is not None and matcher.is_stopped():
             self.end = RowEnd.COMPLETE
@@ -75,6 +78,13 @@ class Constraint:
             clear(rest, self.stop_ids)
         if not rest.any():
             self.end = RowEnd.COMPLETE
+
+    def report(self, index: int, result: StepResult) -> None:
+        """Note in `result`, of whose samples this is number `index`, that nothing may follow."""
+        if self.end is not None:
+            result.ends[index] = self.end
+            if self.reason:
+                result.reasons[index] = self.reason
 
     def _ends_with(self, tokens: tuple[int, ...]) -> bool:
         return self.output[-len(tokens) :] == list(tokens)
@@ -128,15 +138,16 @@ class RowConstraints:
         going_on = []
         for index, constraint in constrained:
             if constraint.end is not None:  # its mask was empty: the token means nothing
-                failed = constraint.end is RowEnd.FAILED
-                result.ends[index] = RowEnd.FAILED if failed else RowEnd.STUCK
+                if constraint.end is RowEnd.COMPLETE:
+                    result.ends[index] = RowEnd.STUCK
+                else:
+                    constraint.report(index, result)
             elif result.is_bad is None or not result.is_bad[index]:
                 constraint.advance(int(result.token_ids[index]))
                 going_on.append((index, constraint))
         self._renew([constraint for _, constraint in going_on])
         for index, constraint in going_on:
-            if constraint.end is not None:
-                result.ends[index] = constraint.end
+            constraint.report(index, result)
 
     def _make(self, init: RowInit) -> Constraint:
         params = init.params

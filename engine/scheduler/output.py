@@ -62,9 +62,20 @@ class OutputBuffer:
         )
 
     def finish(
-        self, req_id: int, reason: FinishReason, stop_token: int | None, entry: int | None = None
+        self,
+        req_id: int,
+        reason: FinishReason,
+        stop_token: int | None,
+        entry: int | None = None,
+        why: str = "",
     ) -> None:
-        """End a request. `entry`: that of the token it ends with; None if no token ends it."""
+        """End a request. `entry`: that of the token it ends with; None if no token ends it.
+
+        `why`: in what the form that its text should have is at fault, for the client.
+        """
+        if why:
+            self.rejected.append((req_id, "invalid_schema", why))
+            return
         if entry is None:
             entry = len(self.req_ids)
             self.req_ids.append(req_id)

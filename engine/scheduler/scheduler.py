@@ -121,8 +121,9 @@ class Scheduler:
         reason: FinishReason,
         stop: int | None = None,
         entry: int | None = None,
+        why: str = "",
     ) -> None:
-        """The only way out: exactly once per request, from any state. `entry`: see OutputBuffer."""
+        """The only way out: exactly once per request, from any state. `entry`, `why`: see OutputBuffer."""
         if request.status is RequestStatus.RUNNING:
             self._leave_batch(request)
         else:
@@ -135,7 +136,7 @@ class Scheduler:
                 launched.has_wasted = True
         del self._requests[request.req_id]
         self._lengths.record(request, reason)
-        self._output.finish(request.req_id, reason, stop, entry)
+        self._output.finish(request.req_id, reason, stop, entry, why)
         self.log.note(request.req_id, Reason.FINISHED, reason, request.num_output_tokens)
 
     def _leave_batch(self, request: Request) -> None:
@@ -384,7 +385,7 @@ class Scheduler:
                 continue
             end = result.ends.get(index)
             if (is_bad is not None and is_bad[index]) or end is RowEnd.FAILED:
-                self._finish(request, FinishReason.ERROR)
+                self._finish(request, FinishReason.ERROR, why=result.reasons.get(index, ""))
             elif end is RowEnd.STUCK:
                 self._finish(request, FinishReason.STOP)
             elif index in unwanted:

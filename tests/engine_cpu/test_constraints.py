@@ -218,9 +218,27 @@ def test_a_grammar_that_gives_up_fails_alone(start):
     harness.add(1, [5, 6, 7], structured=ambiguous, max_tokens=400)
     harness.add(2, [5, 6, 7], max_tokens=50)
     results = harness.run()
-    assert results[1].finish is FinishReason.ERROR
+    assert (results[1].finish, results[1].rejected) == (None, "invalid_schema")
     assert results[2].finish is FinishReason.LENGTH
     assert harness.loop.nan_events == 0
+    harness.assert_empty()
+
+
+def optional_properties(count: int) -> StructuredOutput:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(count)}}
+    return StructuredOutput("json", json.dumps({**schema, "additionalProperties": False}))
+
+
+def test_how_many_optional_properties_an_object_may_have(start, text_of, caplog):
+    """Each may come next, all are followed at once, and the time that takes has a bound."""
+    harness = start()
+    params = {"temperature": 1.0, "max_tokens": 60}
+    result = harness.generate([5, 6, 7], structured=optional_properties(1000), **params)
+    assert (result.rejected, text_of(result)[:1]) == (None, "{")
+    result = harness.generate([5, 6, 7], structured=optional_properties(2000), **params)
+    assert result.rejected == "invalid_schema"
+    assert "a grammar gave up: Parser Error: Current row has 7999 items" in caplog.text
+    harness.assert_empty()
 
 
 def test_unusable_grammars_are_refused(start):

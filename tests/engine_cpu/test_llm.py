@@ -328,3 +328,17 @@ def test_shutdown_ends_the_processes_that_it_started(tmp_path):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_why_a_completion_ended_with_an_error_is_told_beside_its_text(llm):
+    before = free_blocks(llm)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
+    form = StructuredOutput("json", json.dumps(schema))
+    params = [SamplingParams(max_tokens=20, structured=form), GREEDY]
+    failed, fine = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert failed.finished
+    assert failed.outputs[0].finish_reason == "error"
+    assert failed.outputs[0].error.startswith("structured: the form asked for is too large")
+    assert failed.outputs[0].text in ("", "{"), "what was generated, and nothing else"
+    assert (fine.outputs[0].finish_reason, fine.outputs[0].error) == ("length", None)
+    assert free_blocks(llm) == before

@@ -136,6 +136,25 @@ async def test_allowed_ids_and_bad_words(client):
     assert (await client.text(**params))[0] == free
 
 
+async def test_a_form_that_compiles_and_gives_up_in_the_text_names_its_field(client):
+    """No error of the server's: the schema has too many optional properties in one object."""
+    properties = {f"p{i}": {"type": "null"} for i in range(2000)}
+    body = {"guided_json": {"type": "object", "properties": properties}, "max_tokens": 50}
+    status, answer = await client.post(TEXT, prompt="A", **body)
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (400, "invalid_schema", "guided_json")
+    assert error["message"].startswith(
+        "guided_json: the form asked for is too large or too complex"
+    )
+    async with client.session.post(
+        client.url + TEXT, json={"prompt": "A", "stream": True, **body}
+    ) as response:
+        events = await read_events(response) if response.status == 200 else [await response.text()]
+    assert json.loads(events[-1])["error"] == error
+    fewer = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}
+    assert (await client.text(guided_json=fewer, max_tokens=50))[0].startswith("{")
+
+
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_regex": "(?:a|b)?" * 25_000}, "guided_regex"),

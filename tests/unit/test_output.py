@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.api.grammar import why_it_gave_up
 from engine.api.messages import AddRequest, FinishReason, StepOutput
 from engine.api.sampling import SamplingParams
 from tests.unit.tokenizers_for_tests import byte_level
@@ -169,6 +170,24 @@ def test_rejected_requests_become_errors_once():
         (2, 1, 500, "odd"),
     ]
     assert processor.rejected(message) == []
+
+
+def test_a_form_that_cannot_be_followed_names_its_field():
+    processor = OutputProcessor(VOCABULARY)
+    add(processor, 1)
+    processor.live[1].form_param = "guided_json"
+    [error] = processor.rejected(step({}, rejected=[(1, "invalid_schema", "too large")]))
+    assert (error.status, error.code, error.param) == (400, "invalid_schema", "guided_json")
+    assert error.message == "guided_json: too large"
+
+
+def test_what_is_told_of_a_grammar_that_gave_up():
+    error = "Parser Error: Current row has 9 items; max is 8; consider this\n<non-verbose/>"
+    assert "to follow (Current row has 9 items; max is 8; consider this); make" in (
+        why_it_gave_up(error)
+    )
+    ours = "Parser Error: token \"e\" doesn't satisfy the grammar; byte 'e' fails parse"
+    assert why_it_gave_up(ours) == "", "its mask had ruled the token out"
 
 
 def test_a_failure_in_one_request_ends_only_that_one(caplog):
