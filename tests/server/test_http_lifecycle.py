@@ -58,6 +58,21 @@ async def test_late_messages_are_dropped_and_counted(site: Site) -> None:
     assert await site.metric("srv:late_messages_total") == 3
 
 
+async def test_a_client_that_closes_only_its_sending_side_counts_as_gone(site: Site) -> None:
+    """docs/http.md, Streaming."""
+    site.backend.script = lambda g: Script(hold="prefill")
+    host, port = site.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"prompt": "x"}'
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await eventually(lambda: len(site.backend.generates) == 1)
+    writer.write_eof()
+    await eventually(lambda: site.backend.aborted == {site.backend.generates[0].req_id})
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
 async def test_finished_choices_are_not_aborted(site: Site) -> None:
     await site.post(TEXT, {"prompt": "x", "n": 3})
     await site.get("/health")
