@@ -11,7 +11,7 @@ from engine.api.sampling import INTEGERS as INTEGER_BOUNDS
 from engine.api.sampling import REALS
 from server.config import ServerConfig
 from server.errors import ApiError
-from server.schema.body import parse_object
+from server.schema.body import MAX_BRACKETS, parse_object
 from server.schema.chat import CHAT_FIELDS, parse_chat
 from server.schema.chat_rules import ChatRules
 from server.schema.completions import COMPLETION_FIELDS, parse_completion
@@ -156,3 +156,13 @@ def test_integers_beyond_64_bits_are_not_quoted_rounded(number: int) -> None:
         "seed must fit into 64 bits, got 9223372036854775808"
     )
     assert refusal("completions", "seed", -(2**63), GENEROUS) is None
+
+
+def test_a_body_of_very_many_lists_is_refused_before_it_is_read() -> None:
+    """In 32 MiB there is room for 11 million, which would hold the event loop for seconds."""
+    most = b'{"prompt":[' + b"[]," * (MAX_BRACKETS - 3) + b"[]]}"
+    assert len(parse_object(most)["prompt"]) == MAX_BRACKETS - 2
+    for body in (most.replace(b"[],", b"[],[],", 1), most[:-3] + b"[" * 2):
+        with pytest.raises(ApiError, match="opening brackets") as caught:
+            parse_object(body)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_json")
