@@ -233,7 +233,7 @@ def test_how_many_optional_properties_an_object_may_have(start, text_of, caplog)
     """Each may come next, all are followed at once, and the time that takes has a bound."""
     harness = start()
     params = {"temperature": 1.0, "max_tokens": 60}
-    result = harness.generate([5, 6, 7], structured=optional_properties(1000), **params)
+    result = harness.generate([5, 6, 7], structured=optional_properties(700), **params)
     assert (result.rejected, text_of(result)[:1]) == (None, "{")
     result = harness.generate([5, 6, 7], structured=optional_properties(2000), **params)
     assert result.rejected == "invalid_schema"
