@@ -340,8 +340,11 @@ class EngineClient:
                 message = where + message.removeprefix("prompt")
         retry_after = RETRY_QUEUE_S if error.status in (429, 503) else None
         stream.fail(ApiError(error.status, error.code, message, param, retry_after=retry_after))
-        for _ in live:
-            self.metrics.request_rejected(error.status)
+        for choice in live:
+            if choice.started_ns:
+                self.metrics.request_aborted(choice, failed=True)
+            else:
+                self.metrics.request_rejected(error.status)
 
     def _on_tokenizer_ready(self, ready: TokenizerReady) -> None:
         self.status.limits = ready.limits

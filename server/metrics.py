@@ -132,7 +132,7 @@ class Metrics:
         self.aborted[choice.phase] += 1
 
     def request_rejected(self, status: int) -> None:
-        """tokenizer_proc or engine ended a request; clients' own mistakes are not counted."""
+        """A request ended before its start; clients' own mistakes are not counted."""
         if status >= 500:
             self.finished["error"] += 1
 

@@ -6,7 +6,14 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.api.messages import Deltas, EngineState, EngineStats, FinishReason, Phase
+from engine.api.messages import (
+    Deltas,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    Phase,
+    RequestError,
+)
 from server.metrics import Histogram
 from server.status_line import describe
 from tests.server.conftest import Site, eventually
@@ -139,6 +146,28 @@ async def test_names_that_appear_with_their_first_event(site: Site) -> None:
     assert found["srv:rejected_requests_total"] == 2
     assert found["vllm:e2e_request_latency_seconds_count"] == 0, "aborted ones are not in it"
     assert found["vllm:request_queue_time_seconds_count"] == 1, "but in phases they completed"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("hold", ["prefill", "decode"])
+async def test_every_choice_that_started_is_counted_once_at_its_end(
+    site: Site, hold: str, n: int
+) -> None:
+    """Also one that is given up on its way for a fault of its form, and its siblings."""
+    site.backend.script = lambda g: Script(hold=hold)
+    answer = asyncio.create_task(site.post("/v1/completions", {"prompt": "x", "n": n}))
+    client = site.service.client
+    await eventually(lambda: [c.phase for c in client._choices.values()] == [hold] * n)
+    first = site.backend.generates[0].req_id
+    fault = RequestError(req_id=first, n=1, status=400, code="invalid_schema", message="too large")
+    site.backend.send("replies", fault)
+    assert (await answer)[0] == 400
+    found = await samples(site)
+    assert found["vllm:request_queue_time_seconds_count"] == n
+    assert found["vllm:request_success_total"] == n
+    assert await site.metric('vllm:request_success_total{engine="0",finished_reason="error"') == n
+    assert await site.metric(f'srv:aborted_requests_total{{phase="{hold}"') == n
+    assert await site.metric('srv:rejected_requests_total{code="invalid_schema"') == 1
 
 
 async def test_types_and_labels(site: Site) -> None:
