@@ -101,13 +101,23 @@ class Reader:
     def has_one_table(self) -> bool:
         """Whether embedding and head are one, as config.json says, by what is stored.
 
-        Of two that differ each is used, as transformers does: somebody trained them apart.
+        Of two that differ each is used, as transformers does: somebody trained them apart. A head of
+        another shape, as padding makes it, has no place in the model.
         """
         files = self.checkpoint.files
         if HEAD not in files:
             return True
         if EMBEDDING not in files:
             self.stored_as[EMBEDDING] = HEAD
+            return True
+        shapes = [list(self.checkpoint.describe(name)[0]) for name in (HEAD, EMBEDDING)]
+        if shapes[0] != shapes[1]:
+            logger.warning(
+                "%s: %s is not used: config.json ties it to the embedding, but it has shape %s and the "
+                "embedding %s, which is used in its place",
+                *(files[HEAD], HEAD, *shapes),
+            )
+            del self.unused[HEAD]
             return True
         if self.is_equal(EMBEDDING, HEAD):
             del self.unused[HEAD]
@@ -120,9 +130,9 @@ class Reader:
         return False
 
     def is_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors are, once they are loaded."""
+        """Whether two tensors of one shape are, once they are loaded."""
         shape, _ = self.checkpoint.describe(one)
-        if not shape or self.checkpoint.describe(other)[0] != shape:
+        if not shape:
             return False
         for row in range(0, shape[0], COMPARED_ROWS):
             region = (slice(row, row + COMPARED_ROWS),)

@@ -334,6 +334,29 @@ def test_a_head_is_needed_unless_it_is_tied(
     assert caplog.text.count(warning) == (is_tied and has_head)
 
 
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_a_tied_head_of_another_shape_is_not_used(
+    model_dir: Path, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Padding makes such heads."""
+    shapes: list[list[int]] = []
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        vocab_size, hidden_size = tensors[EMBEDDING].shape
+        tensors[HEAD] = torch.ones(vocab_size + rows, hidden_size)
+        shapes.extend(list(tensors[name].shape) for name in (HEAD, EMBEDDING))
+
+    change_tensors(model_dir, change)
+    edit_config(model_dir, tie_word_embeddings=True)
+    assert load(model_dir).head.tied
+    (record,) = caplog.records
+    assert (record.levelname, f"{model_dir}/{WEIGHTS}: {HEAD}" in record.message) == (
+        "WARNING",
+        True,
+    )
+    assert f"shape {shapes[0]} and the embedding {shapes[1]}" in record.message
+
+
 def test_an_index_that_lists_a_missing_file_names_it(model_dir: Path) -> None:
     """B18: though there is another file with all weights, as the index decides."""
     (model_dir / INDEX_FILE).write_text(json.dumps(INDEX_WITH_A_HOLE))
