@@ -26,9 +26,7 @@ async def receive_object(request: web.Request) -> dict[str, Any]:
         raise too_large(limit)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await (
-                request.read() if coding == "identity" else read_inflated(request, coding, limit)
-            )
+            body = await request.read()
     except TimeoutError:
         raise ApiError(
             408, "request_timeout", f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s."
@@ -37,7 +35,10 @@ async def receive_object(request: web.Request) -> dict[str, Any]:
         raise too_large(limit) from None
     except web.RequestPayloadError as error:
         raise ApiError(400, "invalid_json", f"The body could not be read: {error}") from None
-    return parse_object(body)
+    if coding == "identity":
+        return parse_object(body)
+    async with request.app[SERVICE].inflating:
+        return parse_object(await inflate(body, coding, limit))
 
 
 def check_media_type(request: web.Request) -> None:
@@ -65,7 +66,7 @@ def check_media_type(request: web.Request) -> None:
 def content_coding(request: web.Request) -> str:
     """One of CODINGS. Raises ApiError 415 for others, and for several at once."""
     value = ", ".join(request.headers.getall("Content-Encoding", []))
-    coding = value.strip().lower() or "identity"
+    coding = value.strip().lower().removeprefix("x-") or "identity"  # RFC 9110, 8.4.1.3: x-gzip
     if coding not in CODINGS:
         taken = ", ".join(CODINGS)
         raise ApiError(
@@ -77,20 +78,15 @@ def content_coding(request: web.Request) -> str:
     return coding
 
 
-async def read_inflated(request: web.Request, coding: str, limit: int) -> bytearray:
-    """The body, neither received nor inflated far beyond `limit`. Raises ApiError 400 or 413."""
+async def inflate(data: bytes, coding: str, limit: int) -> bytearray:
+    """The body that `data` hold, no further than `limit` bytes. Raises ApiError 400 or 413."""
     body = bytearray()
     inflater = Inflater(coding)
-    num_received = 0
-    async for data in request.content.iter_any():
-        num_received += len(data)
-        if num_received > limit:
+    for piece in inflater.pieces(data):
+        body += piece
+        if len(body) > limit:
             raise too_large(limit)
-        for piece in inflater.pieces(data):
-            body += piece
-            if len(body) > limit:
-                raise too_large(limit)
-            await asyncio.sleep(0)  # others have a turn
+        await asyncio.sleep(0)  # others have a turn
     inflater.finish()
     return body
 

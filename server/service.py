@@ -1,5 +1,6 @@
 """What every route needs: the client, the names it serves, and the limits it enforces."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -40,6 +41,8 @@ class Service:
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     model_digest: str = ""  # known once the model is found
     live: dict[RequestStream, str] = field(default_factory=dict)  # with the X-Request-Id of each
+    # of compressed bodies at a time: a thousand clients' would fill any memory
+    inflating: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     access: Access = field(init=False)
     allowances: dict[UserKey | None, Allowance] = field(init=False)  # None: whoever has no key
     cors: CorsPolicy | None = field(init=False)

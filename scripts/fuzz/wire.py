@@ -209,15 +209,16 @@ class Wire:
             data = post(Body(body.path, pack(body.data), body.kind), header)
             return Attempt("packed", cut(data, rng, 3), num_answers=1, bodies=[body])
         packed = pack(body.data)
-        damaged = rng.choice(
+        damage = rng.choice(
             [
-                packed[: rng.randrange(len(packed))],
-                packed + rng.choice([packed, b"\0", b"\n"]),
-                wrong_bytes(packed, rng),
-                pack(packed),
-                pack(b" " * 2**25) + packed,
+                lambda: packed[: rng.randrange(len(packed))],
+                lambda: packed + rng.choice([packed, b"\0", b"\n"]),
+                lambda: wrong_bytes(packed, rng),
+                lambda: pack(packed),
+                lambda: pack(b" " * 2**25),
             ]
         )
+        damaged = damage()
         return Attempt("packed", [post(Body(body.path, damaged, "bytes"), header)], num_answers=1)
 
     def noise(self, rng: random.Random) -> Attempt:

@@ -11,7 +11,13 @@ from engine.api.sampling import INTEGERS as INTEGER_BOUNDS
 from engine.api.sampling import REALS
 from server.config import ServerConfig
 from server.errors import ApiError
-from server.schema.body import MAX_BRACKETS, parse_object
+from server.schema.body import (
+    EXPLAINED_BYTES,
+    MAX_BRACKETS,
+    MAX_COLONS,
+    MAX_COMMAS,
+    parse_object,
+)
 from server.schema.chat import CHAT_FIELDS, parse_chat
 from server.schema.chat_rules import ChatRules
 from server.schema.completions import COMPLETION_FIELDS, parse_completion
@@ -162,7 +168,37 @@ def test_a_body_of_very_many_lists_is_refused_before_it_is_read() -> None:
     """In 32 MiB there is room for 11 million, which would hold the event loop for seconds."""
     most = b'{"prompt":[' + b"[]," * (MAX_BRACKETS - 3) + b"[]]}"
     assert len(parse_object(most)["prompt"]) == MAX_BRACKETS - 2
-    for body in (most.replace(b"[],", b"[],[],", 1), most[:-3] + b"[" * 2):
-        with pytest.raises(ApiError, match="opening brackets") as caught:
+    for body, what in (
+        (most.replace(b"[],", b"[],[],", 1), "opening brackets"),
+        (most[:-3] + b"[" * 2, "opening brackets"),
+        (b'{"prompt":[' + b"0," * (MAX_COMMAS + 1) + b"0]}", "commas"),
+        (b"{" + b'"a":0,' * (MAX_COLONS + 1) + b'"a":0}', "colons"),
+    ):
+        with pytest.raises(ApiError, match=what) as caught:
             parse_object(body)
         assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_large_bodies_that_are_no_json_are_not_read_again() -> None:
+    """To find the path of a surrogate takes ten times as long as to parse."""
+    for size, code in ((1000, "invalid_unicode"), (EXPLAINED_BYTES, "invalid_json")):
+        with pytest.raises(ApiError) as caught:
+            parse_object(b'{"a":"' + b"a" * size + b'\\ud800"}')
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": {"b": ["x", {"c": "\ud800"}]}}, "a.b[1].c"),
+        ({"a": [["x"], ["\udfff"]]}, "a[1][0]"),
+        ({"a": [{"\ud800": 1}]}, "a[0]"),
+        ({"\ud800": 1}, "body"),
+        (["\ud800"], "[0]"),
+        ("\ud800", "body"),
+    ],
+)
+def test_where_a_lone_surrogate_is(value: Any, path: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_object(json.dumps(value).encode())
+    assert (caught.value.code, caught.value.param) == ("invalid_unicode", path)

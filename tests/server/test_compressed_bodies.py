@@ -66,6 +66,7 @@ class Handled:
     [
         ("gzip", gzip.compress(BODY)),
         ("GZip", gzip.compress(BODY)),
+        ("x-gzip", gzip.compress(BODY)),
         ("deflate", zlib.compress(BODY)),
         ("deflate", raw_deflate(BODY)),
         ("identity", BODY),
@@ -179,6 +180,28 @@ async def test_others_have_their_turn_meanwhile(monkeypatch: pytest.MonkeyPatch)
         assert sum(handled.pieces) < 2**24
         assert (await slow)[1]["error"]["code"] == "empty_body"
         assert sum(handled.pieces) == 2**24
+
+
+async def test_few_bodies_are_inflated_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take as much memory as --max-body-size."""
+    under_way, most = 0, 0
+
+    class Watched(Inflater):
+        def pieces(self, data: bytes) -> Any:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            yield from super().pieces(data)
+            under_way -= 1
+
+    monkeypatch.setattr(receive, "Inflater", Watched)
+    async with running_site(max_body_size=2**20) as site:
+        body = gzip.compress(b'{"prompt": "x"' + b" " * 2**19 + b"}")
+        answers = await asyncio.gather(
+            *(site.post(TEXT, data=body, headers=coded("gzip")) for _ in range(8))
+        )
+    assert [status for status, _ in answers] == [200] * 8
+    assert (under_way, most) == (0, 2)
 
 
 async def test_a_body_that_is_not_read_is_not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
