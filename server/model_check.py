@@ -73,10 +73,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_weights(path: Path) -> None:
     if not (path / INDEX).is_file():
-        for file in sorted(path.glob("*.safetensors")):
-            check_link(file)
+        check_link(path / "model.safetensors")
         if weight_files(path):
             return
+        for file in sorted(path.glob("*.safetensors")):
+            check_link(file)
         others = [p.name for pattern in ("*.bin", "*.pth", "*.gguf") for p in path.glob(pattern)]
         found = f"; it holds {others[0]}, which is another format" if others else ""
         raise ConfigError(

@@ -174,7 +174,7 @@ def reject_quantization(raw: dict[str, Any], where: str) -> None:
     """Quantized weights would load as nonsense; say so before anything else is looked at."""
     for key in ("quantization_config", "compression_config"):
         quantization = raw.get(key)
-        if quantization is None or quantization == {}:
+        if not quantization and not isinstance(quantization, list):
             continue
         if not isinstance(quantization, dict | str):
             raise ConfigError(f"{where}: {key} must be an object, got {quantization!r:.80}")

@@ -132,6 +132,12 @@ def test_config_that_cannot_be_served(
     assert expected in message
 
 
+@pytest.mark.parametrize("value", [None, False, "", {}])
+def test_no_quantization_may_be_said_in_many_ways(model_dir: Path, value: object) -> None:
+    edit_config(model_dir, quantization_config=value)
+    assert ModelConfig.from_directory(str(model_dir)).num_layers
+
+
 def test_generation_config_that_cannot_be_served(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text('{"eos_token_id": "x"}')
     message = error_of(lambda: ModelConfig.from_directory(str(model_dir)))

@@ -73,3 +73,10 @@ def test_a_link_to_nothing_is_named_with_its_target(tmp_path, has_index):
     (tmp_path / "model.safetensors").symlink_to("../blobs/0123")
     with pytest.raises(ConfigError, match=r"model.safetensors: is a link to \.\./blobs/0123"):
         check_weights(tmp_path)
+
+
+def test_a_link_to_nothing_beside_the_weights_does_not_matter(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "consolidated.safetensors").symlink_to("../blobs/0123")
+    check_weights(tmp_path)
+    assert find_weight_files(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
