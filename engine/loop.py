@@ -34,7 +34,6 @@ from engine.grammar_gate import GrammarGate
 from engine.memory import is_out_of_memory
 from engine.plan import StepPlan
 from engine.runner.runner import ModelRunner, StepHandle
-from engine.scheduler.admission import Rejection
 from engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -145,9 +144,7 @@ class StepLoop:
         """Queue the requests whose grammar is ready. With nothing else to do, wait a moment for one."""
         if self.in_flight is None and not self.scheduler.has_work():
             self.gate.wait()
-        for request, error in self.gate.take_ready():
-            message = f"the grammar cannot be used: {error}"
-            rejection = Rejection("invalid_schema", message, 0, 0) if error else None
+        for request, rejection in self.gate.take_ready():
             self.scheduler.add(request, time.monotonic_ns(), rejection)
 
     def launch(self, plan: StepPlan) -> InFlight:

@@ -61,12 +61,13 @@ class Grammars:
         self.start(structured)
         wait([self.compiled[structured]], seconds)
 
-    def error(self, structured: StructuredOutput) -> str:
-        """Why a grammar that is ready cannot be used; "" if it can."""
+    def error(self, structured: StructuredOutput) -> BaseException | None:
+        """Why a grammar that is ready cannot be used: a GrammarError unless the fault is ours."""
         error = self.compiled[structured].exception()
         if error is not None and not isinstance(error, GrammarError):
             logger.error("a grammar could not be compiled: %r", error)
-        return "" if error is None else str(error)
+            del self.compiled[structured]  # it may be well next time
+        return error
 
     def matcher(self, structured: StructuredOutput) -> LLMatcher:
         """A new matcher before the first token. Raises GrammarError."""

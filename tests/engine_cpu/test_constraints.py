@@ -250,6 +250,25 @@ def test_unusable_grammars_are_refused(start):
     assert len(results[2].token_ids) == 1
 
 
+class Panic(BaseException):
+    """As bindings to Rust raise them: no Exception."""
+
+
+@pytest.mark.parametrize("fault", [MemoryError("no room"), Panic("index out of bounds")])
+def test_a_fault_of_ours_while_compiling_is_not_the_client_s(start, fault, caplog, monkeypatch):
+    def compile_grammar(*_: object) -> None:
+        raise fault
+
+    harness = start()
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.runner.grammars.compile_grammar", compile_grammar)
+        assert harness.generate([5, 6], structured=REGEX, max_tokens=3).rejected == "internal_error"
+    assert f"a grammar could not be compiled: {fault!r}" in caplog.text
+    again = harness.generate([5, 6], structured=REGEX, max_tokens=3)
+    assert (again.rejected, len(again.token_ids)) == (None, 3), "the fault is not remembered"
+    harness.assert_empty()
+
+
 def test_requests_may_be_aborted_while_their_grammar_is_compiled(start):
     slow = StructuredOutput("regex", "(?:a|b)?" * 5000)
     harness = start()
