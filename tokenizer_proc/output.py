@@ -127,6 +127,10 @@ class OutputProcessor:
                 del self.live[req_id]
                 if index not in ends:
                     abort_ids.append(req_id)
+        for req_id, _, _ in step.rejected:
+            live = self.live.get(req_id)
+            if live is not None and live.completion.num_tokens:
+                add_rest(deltas, req_id, live)
         return deltas, abort_ids
 
     def _started(self, step: StepOutput, deltas: Deltas) -> None:
@@ -158,7 +162,10 @@ class OutputProcessor:
         return failed
 
     def rejected(self, step: StepOutput) -> list[RequestError]:
-        """Terminal messages for the live requests that the engine refused, at once or on their way."""
+        """Terminal messages for the live requests that the engine refused, at once or on their way.
+
+        After `process`, which releases what was held of their texts.
+        """
         errors = []
         for req_id, code, message in step.rejected:
             live = self.live.pop(req_id, None)
@@ -244,6 +251,17 @@ def add_row(
         deltas.finished.append((row, *finish))
     if entries:
         deltas.logprobs.append((row, entries))
+
+
+def add_rest(deltas: Deltas, req_id: int, live: Live) -> None:
+    """What was held of a text that a `RequestError` ends."""
+    completion, row = live.completion, len(deltas.req_ids)
+    text = completion.finish()
+    if completion.params.logprobs is not None:
+        deltas.logprob_sums.append((row, completion.logprob_sum))
+    entries = completion.take_entries(everything=completion.stop_string is None)
+    add_row(deltas, req_id, text, 0, None, entries)
+    add_copies(deltas, row, live.copies)
 
 
 def add_copies(deltas: Deltas, row: int, copies: int) -> None:

@@ -342,3 +342,20 @@ def test_why_a_completion_ended_with_an_error_is_told_beside_its_text(llm):
     assert failed.outputs[0].text in ("", "{"), "what was generated, and nothing else"
     assert (fine.outputs[0].finish_reason, fine.outputs[0].error) == ("length", None)
     assert free_blocks(llm) == before
+
+
+def test_a_completion_given_up_on_its_way_keeps_its_text(llm):
+    """All of it, with its log-probabilities: also what might have become a stop string."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
+    form = StructuredOutput(
+        "grammar", f'start: "the EN" large\nlarge: %json {json.dumps(schema)}\n'
+    )
+    params = SamplingParams(max_tokens=20, structured=form, stop=["END"], logprobs=1)
+    (output,) = llm.generate("a", params, use_tqdm=False)
+    (completion,) = output.outputs
+    assert completion.finish_reason == "error"
+    assert completion.text == "the EN"
+    assert len(completion.logprobs) == len(completion.token_ids)
+    total = sum(entry.chosen.logprob for entry in completion.logprobs)
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert total < 0

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api.grammar import why_it_gave_up
-from engine.api.messages import AddRequest, FinishReason, StepOutput
+from engine.api.messages import AddRequest, FinishReason, StepOutput, TokenLogprobs
 from engine.api.sampling import SamplingParams
 from tests.unit.tokenizers_for_tests import byte_level
 from tokenizer_proc.output import OutputProcessor
@@ -179,6 +179,39 @@ def test_a_form_that_cannot_be_followed_names_its_field():
     [error] = processor.rejected(step({}, rejected=[(1, "invalid_schema", "too large")]))
     assert (error.status, error.code, error.param) == (400, "invalid_schema", "guided_json")
     assert error.message == "guided_json: too large"
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_text_that_was_held_comes_before_the_error_of_a_form(copies):
+    processor = OutputProcessor(VOCABULARY)
+    add(processor, 1, stop=["END"], logprobs=0)
+    processor.live[1].copies = copies
+    ids = ids_of("the E")
+    logprobs = [
+        TokenLogprobs(index=i, sampled=-0.5, rank=1, top_ids=b"", top_logprobs=b"")
+        for i in range(len(ids))
+    ]
+    rejected = [(1, "invalid_schema", "too large")]
+    deltas, abort_ids = processor.process(step({1: ids}, logprobs=logprobs, rejected=rejected))
+    rows = list(zip(deltas.req_ids, deltas.texts, deltas.counts, strict=True))
+    held, total = len(deltas.req_ids) - copies, -0.5 * len(ids)
+    choices = range(1, copies + 1)
+    assert rows[held:] == [(choice, "E", 0) for choice in choices]
+    assert deltas.logprob_sums == [(held + i, total) for i in range(copies)]
+    for choice in choices:
+        assert "".join(text for req_id, text, _ in rows if req_id == choice) == "the E"
+        entries = [e for row, e in deltas.logprobs if deltas.req_ids[row] == choice]
+        assert sum(map(len, entries)) == len(ids)
+    assert (deltas.finished, abort_ids) == ([], []), "the error ends it"
+    [error] = processor.rejected(step({}, rejected=rejected))
+    assert (error.n, processor.live) == (copies, {})
+
+
+def test_requests_refused_before_their_first_token_have_no_rest():
+    processor = OutputProcessor(VOCABULARY)
+    add(processor, 1, stop=["END"], logprobs=0)
+    deltas, _ = processor.process(step({}, rejected=[(1, "invalid_value", "too long")]))
+    assert (deltas.req_ids, deltas.logprob_sums) == ([], [])
 
 
 def test_what_is_told_of_a_grammar_that_gave_up():
