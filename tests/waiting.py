@@ -19,7 +19,7 @@ def wait_until(
         time.sleep(POLL_S)
 
 
-async def eventually(condition: Callable[[], Any], seconds: float = 5.0, why: str = LATE) -> None:
+async def eventually(condition: Callable[[], Any], seconds: float = 20.0, why: str = LATE) -> None:
     """As `wait_until`, while the event loop goes on."""
     deadline = time.monotonic() + seconds
     while not condition():

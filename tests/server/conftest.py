@@ -109,13 +109,31 @@ async def site() -> AsyncIterator[Site]:
 
 async def read_events(response: aiohttp.ClientResponse) -> list[str]:
     """The `data:` payloads and comment lines of an event stream, after checking its framing."""
-    raw = (await response.read()).decode()
+    return events_in(await response.read())
+
+
+def events_in(stream: bytes) -> list[str]:
+    raw = stream.decode()
     assert raw.endswith("\n\n")
     events = raw.removesuffix("\n\n").split("\n\n")
     for event in events:
         assert "\n" not in event, "one line an event"
         assert event.startswith(("data: ", ": ")), event
     return [event.removeprefix("data: ") for event in events]
+
+
+async def read_paced_events(
+    site: Site, response: aiohttp.ClientResponse, num_comments: int = 0
+) -> list[str]:
+    """As `read_events`, of a `paced` script: each piece is sent when the one before has been read,
+    and so many comments after it."""
+    raw, num_read = b"", 0
+    while event := await response.content.readuntil(b"\n\n"):
+        raw += event
+        num_read = num_read + 1 if event.startswith(b":") else 0
+        if num_read == num_comments:
+            site.backend.go_on()
+    return events_in(raw)
 
 
 @dataclass

@@ -77,6 +77,7 @@ class Script:
     error_after: int | None = None  # pieces before `error`; None: before anything
     hold: str = ""  # "encoding", "queued", "prefill" or "decode": stay there until aborted
     delay_s: float = 0.0  # before each piece
+    paced: bool = False  # each piece after the first waits for `FakeBackend.go_on`
     tokens_per_piece: int = 1
     logprobs: list[TokenLogprobText] | None = None  # one for each piece
     prompt_end: str = ""  # of the rendered chat
@@ -100,6 +101,8 @@ class FakeBackend(threading.Thread):
         self.inspects: list[Inspect] = []
         self.reports: dict[Subject, AnyReport] = {}  # without an entry: no answer
         self._due: list[tuple[float, int, Any]] = []  # (time, order, message)
+        self._paced: list[tuple[int, Any]] = []  # (value of `_num_steps` that lets it go, message)
+        self._num_steps = 0
         self._order = 0
         self._stop_requested = threading.Event()
         self._outbox: list[tuple[str, Any]] = []
@@ -153,6 +156,11 @@ class FakeBackend(threading.Thread):
         with self._lock:
             self._outbox.append((socket, message))
 
+    def go_on(self) -> None:
+        """Send the next piece of each `paced` script."""
+        with self._lock:
+            self._num_steps += 1
+
     def stop(self) -> None:
         self._stop_requested.set()
         self.join(5)
@@ -163,8 +171,10 @@ class FakeBackend(threading.Thread):
         while not self._stop_requested.is_set():
             with self._lock:
                 outbox, self._outbox = self._outbox, []
+                num_steps = self._num_steps
             for socket, message in outbox:
                 (self._replies if socket == "replies" else self._state).send(self._encode(message))
+            self._release(num_steps)
             self._send_due()
             if self._ingress.poll(2):
                 while True:
@@ -185,6 +195,14 @@ class FakeBackend(threading.Thread):
                     continue
                 self.finished.update(message.req_ids[i] for i, _, _ in message.finished)
             self._replies.send(self._encode(message))
+
+    def _release(self, num_steps: int) -> None:
+        held, self._paced = self._paced, []
+        for step, message in held:
+            if step <= num_steps:
+                self._later(message, 0.0)
+            else:
+                self._paced.append((step, message))
 
     def _later(self, message: Any, at: float) -> None:
         self._order += 1
@@ -254,6 +272,7 @@ class FakeBackend(threading.Thread):
         self._later(Deltas(req_ids=[], texts=[], counts=[], finished=[], started=started), at)
         if script.hold == "prefill":
             return
+        first_step = self._num_steps
         for position, text in enumerate(script.pieces):
             if script.error_after == position:
                 self._later(script.error, at)
@@ -264,16 +283,17 @@ class FakeBackend(threading.Thread):
             logprobs = []
             if script.logprobs is not None:
                 logprobs = [(i, [script.logprobs[position]]) for i in range(len(ids))]
-            self._later(
-                Deltas(
-                    req_ids=ids,
-                    texts=[text] * len(ids),
-                    counts=[script.tokens_per_piece] * len(ids),
-                    finished=finished if is_last else [],
-                    logprobs=logprobs,
-                ),
-                at,
+            deltas = Deltas(
+                req_ids=ids,
+                texts=[text] * len(ids),
+                counts=[script.tokens_per_piece] * len(ids),
+                finished=finished if is_last else [],
+                logprobs=logprobs,
             )
+            if script.paced and position:
+                self._paced.append((first_step + position, deltas))
+            else:
+                self._later(deltas, at)
 
 
 def logprob(token: str, value: float, top: list[tuple[str, float]]) -> TokenLogprobText:

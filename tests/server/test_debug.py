@@ -199,6 +199,7 @@ async def test_an_engine_that_does_not_answer(site: Site, monkeypatch: pytest.Mo
         status, headers, body = response.status, dict(response.headers), await response.json()
     assert (status, body["error"]["code"], headers["Retry-After"]) == (504, "engine_busy", "1")
     assert body["error"]["type"] == "server_error"
+    monkeypatch.undo()
     answer_all(site)
     assert (await site.get("/debug/kv"))[0] == 200, "a late answer is in nobody's way"
     assert site.service.client._calls == {}

@@ -14,7 +14,7 @@ import pytest
 from engine.api.messages import Deltas, FinishReason, Generate, Phase, RequestError
 from server import stream
 from server.service import engine_dead, shut_down
-from tests.server.conftest import Site, eventually, read_events, running_site
+from tests.server.conftest import Site, eventually, read_events, read_paced_events, running_site
 from tests.server.fake_backend import Script
 
 TEXT = "/v1/completions"
@@ -160,11 +160,10 @@ async def test_engine_side_ends_are_errors_not_finish_reasons(
 
 async def test_keep_alive_comments() -> None:
     async with running_site(sse_keep_alive=0.05) as site:
-        site.backend.script = lambda g: Script(["a", "b"], delay_s=0.2)
-        async with stream_of(site) as response:
+        site.backend.script = lambda g: Script(["a", "b"], paced=True)
+        async with stream_of(site) as response, asyncio.timeout(20):
             assert response.status == 200
-            events = await read_events(response)
-        assert events.count(": keep-alive") >= 4
+            events = await read_paced_events(site, response, num_comments=4)
         assert "".join(json.loads(e)["choices"][0]["text"] for e in events if e[0] == "{") == "ab"
         # Still queued when the first comment is due: from then on errors are events.
         site.backend.script = lambda g: Script(hold="queued")
@@ -313,7 +312,7 @@ async def test_not_ready() -> None:
 
 
 async def test_draining(site: Site) -> None:
-    site.backend.script = lambda g: Script(["a", "b"], delay_s=0.1)
+    site.backend.script = lambda g: Script(["a", "b"], paced=True)
     running = asyncio.create_task(site.post(TEXT, {"prompt": "x"}))
     await eventually(lambda: site.service.client.num_live == 1)
     site.service.client.status.set_draining()
@@ -322,6 +321,8 @@ async def test_draining(site: Site) -> None:
     assert headers["Retry-After"]
     assert (await site.get("/ready"))[1]["status"] == "draining"
     assert (await site.get("/health"))[0] == 200
+    await eventually(lambda: site.backend.generates)
+    site.backend.go_on()
     assert (await running)[0] == 200
 
 

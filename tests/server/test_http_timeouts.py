@@ -212,10 +212,10 @@ async def test_headers_that_do_not_arrive(
 async def test_the_header_clock_does_not_run_between_requests(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.1)
-    site.backend.script = lambda g: Script(["a"], delay_s=0.25)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.5)
+    site.backend.script = lambda g: Script(["a"], delay_s=0.6)
     reader, writer = await raw_connection(site)
-    for pause in (0.25, 0.0):  # idle for longer than the limit, then again at once
+    for pause in (0.6, 0.0):  # idle for longer than the limit, then again at once
         await asyncio.sleep(pause)
         request = post_bytes(BODY)
         writer.write(request[:40])
@@ -225,7 +225,7 @@ async def test_the_header_clock_does_not_run_between_requests(
         assert head.startswith(b"HTTP/1.1 200")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         await reader.readexactly(length)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.6)
     assert not reader.at_eof()
     writer.close()
 

@@ -23,7 +23,7 @@ from server.schema.fields import Field, nullable
 from server.schema.sampling import SamplingDefaults
 from server.schema.tokenize import parse_detokenize, parse_tokenize
 from tests.contracts.source import ROOT, sources
-from tests.server.conftest import read_events, running_site
+from tests.server.conftest import read_paced_events, running_site
 from tests.server.fake_backend import Script, logprob
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -359,7 +359,7 @@ async def test_answers_and_chunks_are_as_described(
             logprobs=[entry] * 3 if g.params.logprobs is not None else None,
             finish=FinishReason.STOP,
             stop_reason=5,
-            delay_s=0.02,
+            paced=streams,
         )
         if not streams:
             status, answer = await site.post(path, body)
@@ -368,7 +368,7 @@ async def test_answers_and_chunks_are_as_described(
             return
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with site.session.post(site.url + path, json=body) as response:
-            events = await read_events(response)
+            events = await read_paced_events(site, response)
         assert events.pop() == "[DONE]"
         assert len(events) >= 3
         name = OPERATIONS["POST", path].chunk
