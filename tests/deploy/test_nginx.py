@@ -43,7 +43,7 @@ def body_of(num_tokens: int, **fields: object) -> dict[str, object]:
 
 async def until_live(client: aiohttp.ClientSession, url: str, wanted: int) -> None:
     """Wait until the replica at `url` has `wanted` requests."""
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         while True:
             async with client.get(url + "/load") as response:
                 answer = await response.json()

@@ -266,7 +266,7 @@ async def test_sigterm_lets_running_streams_finish_and_refuses_new_requests(mode
             stream = await open_stream(session, server, max_tokens=1500)
             with paused(child_named(server, "engine")):
                 server.process.send_signal(signal.SIGTERM)
-                await eventually(lambda: server.get("/ready")[0] == 503, 2, "/ready stays 200")
+                await eventually(lambda: server.get("/ready")[0] == 503, why="/ready stays 200")
                 url = f"{server.url}/v1/completions"
                 async with session.post(url, json={"prompt": "b"}) as refused:
                     assert refused.status == 503
@@ -319,7 +319,9 @@ async def test_a_killed_server_takes_its_children_along(model):
         assert len(children) == 2
         server.process.kill()
         server.process.wait()
-        await eventually(lambda: not any(map(is_alive, children)), 5, "a child outlived the server")
+        await eventually(
+            lambda: not any(map(is_alive, children)), why="a child outlived the server"
+        )
 
 
 async def test_the_port_answers_while_weights_load(model):

@@ -145,4 +145,4 @@ async def test_no_server_is_left_behind(model: str, tmp_path: Path, number: int)
         process.stdout.close()
     finally:
         process.kill()
-    await eventually(lambda: not is_alive(pid), 10, "the server outlived its tool")
+    await eventually(lambda: not is_alive(pid), why="the server outlived its tool")
