@@ -44,11 +44,11 @@ def bench(stub: OpenAIStub, tmp_path: Path, *flags: str) -> tuple[int, dict[str,
 
 
 def on_a_clock(test: Any) -> Any:
-    """Up to three attempts: a machine busy with other work spoils some, a wrong formula spoils all."""
+    """Up to five attempts: a machine busy with other work spoils some, a wrong formula spoils all."""
 
     @functools.wraps(test)
     def attempts(*args: Any, **named: Any) -> None:
-        for _ in range(2):
+        for _ in range(4):
             with contextlib.suppress(AssertionError):
                 test(*args, **named)
                 return
