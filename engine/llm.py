@@ -83,7 +83,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model ready to generate. Keyword arguments are the server's flags with underscores.
+    """A model ready to generate. Keyword arguments are the engine's flags with underscores, and the server's `chat_template`.
 
     Without `model` the small default model is prepared and used. Raises ConfigError (a ValueError with
     one helpful line) when the settings, the files or the memory do not work. Use it as a context

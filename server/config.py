@@ -116,6 +116,11 @@ class ServerConfig:
         "logging",
         choices=("off", "on", "prompts"),
     )
+    disable_log_stats: bool = arg(
+        False,
+        "no line of rates, running and waiting requests and KV use every 10 s; /metrics has these in any case",
+        "logging",
+    )
     api_key: list[str] = arg(
         [],
         "key that requests must bring; may be given several times. Others on this machine see it in "

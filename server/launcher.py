@@ -5,7 +5,7 @@
    SIGTERM, SIGINT, SIGHUP: drain, exit 0 (again: at once)   a child dies: one error to every live
    (SIGHUP with TLS: read the certificate again)             request, exit with its code (2, 75) or 70
 
-Sockets and the children's settings live in a private run directory (server/run_dir.py).
+Sockets, the children's settings and the model made of a .gguf file live in a private run directory (server/run_dir.py).
 """
 
 import asyncio
@@ -174,10 +174,9 @@ class Launcher:
 
     async def start_and_watch(self) -> int:
         """Start everything and wait for a child to end, which it never should; its exit code."""
-        reports = [
-            asyncio.create_task(self.report_start()),
-            asyncio.create_task(log_status(self.status)),
-        ]
+        reports = [asyncio.create_task(self.report_start())]
+        if not self.config.disable_log_stats:
+            reports.append(asyncio.create_task(log_status(self.status)))
         try:
             model, tokenizer = await self.prepare_model()
             self.service.model_digest = model_digest(model)

@@ -75,7 +75,11 @@ class Histogram:
 
 @dataclass
 class Metrics:
-    """Everything counted in the server. Latencies are seconds from the request's arrival."""
+    """Everything counted in the server.
+
+    Times are seconds: to the first token, e2e and in the queue from the request's arrival, inference and
+    prefill from its start in the engine, decode from its first token.
+    """
 
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BUCKETS))
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, TOKEN_GAP_BUCKETS))
@@ -286,7 +290,11 @@ class Exporter:
                 m.time_per_output_token,
             ),
             ("vllm:e2e_request_latency_seconds", "Arrival to last token.", m.e2e_latency),
-            ("vllm:request_queue_time_seconds", "Time waiting in the engine.", m.queue_time),
+            (
+                "vllm:request_queue_time_seconds",
+                "Time from arrival to the start in the engine.",
+                m.queue_time,
+            ),
             ("vllm:request_inference_time_seconds", "Start to last token.", m.inference_time),
             ("vllm:request_prefill_time_seconds", "Start to first token.", m.prefill_time),
             ("vllm:request_decode_time_seconds", "First to last token.", m.decode_time),

@@ -16,7 +16,7 @@ def request_metrics(stream: RequestStream) -> dict[str, float | None]:
     """Over all choices of a request; None where nothing happened yet, or once only.
 
     time_to_first_token (s), time_to_first_token_ms   arrival to the first token of any choice
-    queue_time_ms          in the engine's queue, the choice that waited least
+    queue_time_ms          arrival to the start in the engine, the choice that waited least
     generation_time_ms     first token to last
     mean_itl_ms            mean gap between the tokens of a choice
     tokens_per_second      tokens of all choices, start to last token

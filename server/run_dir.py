@@ -1,4 +1,4 @@
-"""The private directory of one server: its sockets and its children's settings.
+"""The private directory of one server: sockets, its children's settings, a converted model.
 
 A server holds a lock in its directory as long as it lives, and the system gives the lock back however it
 ends. So every start removes what killed servers have left. Several may start at once:

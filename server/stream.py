@@ -64,7 +64,7 @@ class Choice:
     started_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    queue_us: int = 0  # waiting in the engine
+    queue_us: int = 0  # from the request's arrival to its start in the engine
     token_ids: bytes = b""  # pending
     logprob_sum: float = 0.0  # over all tokens, known at the end of one with log-probabilities
 

@@ -1,7 +1,7 @@
 """Flags of vLLM 0.7.3 that this server does not have.
 
-Whoever moves over finds each of them answered: values that mean what we do anyway are accepted,
-everything else is refused with a hint. None is ignored.
+Whoever moves over finds each of them answered: values that mean what we do anyway, or a detail that has
+no counterpart here, are accepted without effect; everything else is refused with a hint.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,9 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--rope-theta": ForeignFlag("edit rope_theta in config.json"),
     "--override-generation-config": ForeignFlag("edit generation_config.json"),
     "--disable-sliding-window": switch("the model's own window is used"),
-    "--guided-decoding-backend": ForeignFlag("guided decoding is not supported"),
+    "--guided-decoding-backend": ForeignFlag(
+        "there is one, llguidance; leave the flag out", ("auto", "guidance")
+    ),
     "--enable-lora": switch(NO_LORA),
     "--lora-modules": ForeignFlag(NO_LORA),
     "--max-loras": ForeignFlag(NO_LORA),
@@ -90,7 +92,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--kv-transfer-config": ForeignFlag("one engine keeps the whole KV cache"),
     "--worker-cls": ForeignFlag("there are no plug-ins"),
     "--enable-sleep-mode": switch("stop the server to free the memory"),
-    "--disable-log-stats": switch("", accepted=True),
     "--disable-frontend-multiprocessing": switch("", accepted=True),
     "--disable-custom-all-reduce": switch("", accepted=True),
     "--use-v2-block-manager": switch("", accepted=True),

@@ -65,7 +65,7 @@ class Encoder:
                 400,
                 "unsupported_value",
                 "suffix needs a model trained to fill in the middle, and this one has no tokens for it; "
-                "leave suffix out, or serve a model such as Qwen2.5-Coder, StarCoder2 or Code Llama",
+                "leave suffix out, or serve a model such as Qwen2.5-Coder, DeepSeek-Coder or Code Llama",
                 "suffix",
             )
         self._check_text(prompt.text, "prompt", max_tokens)

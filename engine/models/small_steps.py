@@ -13,7 +13,7 @@ from engine.ops import decoder_layers, jit
 from engine.ops.decoder_layers import MAX_ROWS, Layer, LayerTable, Scratch, Shape
 from engine.ops.embed_tokens import embed_tokens
 
-# A step of 0.5B took 0.49, 0.51, 0.56 and 0.66 ms at 1, 2, 4 and 8 rows on an H200, and 0.62 to 0.65 by a kernel for each
+# A step of 0.5B took 0.49, 0.51, 0.55 and 0.65 ms at 1, 2, 4 and 8 rows on an H200, and 0.62 to 0.65 by a kernel for each
 # part. 0: off.
 MOST_ROWS = 4
 

@@ -1,5 +1,5 @@
 """y = x W^T for up to 256 rows on Hopper GPUs (sm_90a), near the rate at which W can be read, with what surrounds
-the product in a decoder. `linear` takes it where neither skinny_gemm nor narrow_gemm is faster.
+the product in a decoder. `linear.fastest` says where it is taken.
 
 Contract, besides engine/ops/fused_product.py's
     x         [M, K] bfloat16 or float16, 1 <= M <= 256, K a multiple of 8, last dimension contiguous, rows at

@@ -110,6 +110,7 @@ STRUCTURED_OUTPUTS: Table = {
     "disable_any_whitespace": only(False),
     "disable_additional_properties": only(False),
 }
+ALL_KINDS = (*KINDS, "json_object")
 ONE_KIND = [
     *({"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in KINDS),
     {"required": ["json_object"], "properties": {"json_object": {"const": True}}},
@@ -123,13 +124,13 @@ def structured_outputs(value: Any, path: str) -> StructuredOutput:
         name = unknown[0]
         raise unsupported(
             f"{path}.{name[:80]}",
-            f"{path}.{name:.80} is not supported; give exactly one of {', '.join(KINDS)}",
+            f"{path}.{name:.80} is not supported; give exactly one of {', '.join(ALL_KINDS)}",
         )
     pattern = values.pop("whitespace_pattern", None)
     given = [form for form in values.values() if isinstance(form, StructuredOutput)]
     if len(given) != 1:
         raise invalid_value(
-            path, f"{path} needs exactly one of {', '.join(KINDS)}, got {len(given)}"
+            path, f"{path} needs exactly one of {', '.join(ALL_KINDS)}, got {len(given)}"
         )
     return with_whitespace(given[0], pattern, f"{path}.whitespace_pattern")
 

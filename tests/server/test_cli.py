@@ -49,7 +49,7 @@ def test_defaults() -> None:
         # What vLLM's users also write, and what changes nothing here:
         (["--tensor-parallel-size", "1", "--dtype", "half"], "dtype", "half"),
         (["--kv-cache-dtype=fp8", "--swap-space", "0", "/m"], "kv_cache_dtype", "fp8"),
-        (["--disable-log-stats", "/m"], "model", "/m"),
+        (["--guided-decoding-backend", "auto", "/m"], "model", "/m"),
         (["--swap-space", "4", "/m"], "swap_space", 4.0),
         (["--preemption-mode=swap", "--swap-space=4"], "preemption_mode", "swap"),
     ],
@@ -67,6 +67,7 @@ def test_server_flags() -> None:
     assert server.log_requests == "on"
     assert parse(["--disable-log-requests"])[0].log_requests == "off"
     assert parse(["--log-requests", "prompts"])[0].log_requests == "prompts"
+    assert parse(["--disable-log-stats", "/m"])[0].disable_log_stats
 
 
 def test_names_add_up() -> None:

@@ -1,5 +1,6 @@
 """scripts/serve.py with its three real processes on a tiny random model."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from engine.api.config import EngineConfig
+from engine.api.config import ConfigError, EngineConfig
+from server import launcher
 from server.client import EngineClient
 from server.config import ServerConfig
+from server.health import EngineStatus
 from server.http_server import bind, close_all
 from server.launcher import Launcher
 from server.run_dir import remove_abandoned
@@ -202,17 +205,43 @@ def test_a_signal_offers_to_end_at_once_only_while_it_drains(
 ) -> None:
     listeners = bind("127.0.0.1", 0)
     config = ServerConfig(drain_timeout=drain_timeout)
-    launcher = Launcher(config, EngineConfig(model="m"), listeners, str(tmp_path))
+    running = Launcher(config, EngineConfig(model="m"), listeners, str(tmp_path))
     monkeypatch.setattr(EngineClient, "num_live", num_live)
-    launcher.status.dead_reason = dead_reason
-    launcher.is_ending = is_ending
+    running.status.dead_reason = dead_reason
+    running.is_ending = is_ending
     try:
-        told = launcher.describe_stop()
+        told = running.describe_stop()
     finally:
-        launcher.client.close()
+        running.client.close()
         close_all(listeners)
     assert told.startswith(said)
     assert ("at once" in told) == ("again" in said)
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+async def test_the_log_of_rates_can_be_turned_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_off: bool
+) -> None:
+    logged: list[EngineStatus] = []
+
+    async def log_status(status: EngineStatus) -> None:
+        logged.append(status)
+
+    async def fail(self: Launcher) -> tuple[str, str]:
+        await asyncio.sleep(0)  # lets tasks begin
+        raise ConfigError("no model")
+
+    monkeypatch.setattr(launcher, "log_status", log_status)
+    monkeypatch.setattr(Launcher, "prepare_model", fail)
+    listeners = bind("127.0.0.1", 0)
+    config = ServerConfig(disable_log_stats=is_off)
+    starting = Launcher(config, EngineConfig(model="m"), listeners, str(tmp_path))
+    try:
+        assert await starting.start_and_watch() == 2
+    finally:
+        starting.client.close()
+        close_all(listeners)
+    assert logged == ([] if is_off else [starting.status])
 
 
 @pytest.mark.parametrize("module", ["engine", "tokenizer_proc"])
