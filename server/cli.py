@@ -9,19 +9,18 @@ import dataclasses
 import difflib
 import logging
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from engine.api.config import ConfigError, EngineConfig, arg_of
-from server.config import VERSION, ServerConfig, with_environment
+from server.config import VERSION, ServerConfig, flag_name, with_environment
+from server.config_file import TRUE_WORDS, file_tokens, read_config_file
 from server.model_check import check_model
 from server.settings_check import check_settings
 from server.vllm_flags import FOREIGN_FLAGS, SYNONYMS
 
 GROUPS = ("model", "http", "access", "device", "kv cache", "scheduler", "logging")
-TRUE_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 DESCRIPTION = """Serve a language model over HTTP with the OpenAI API. DIR is a directory of Hugging
 Face weights; without one, a small default model is prepared once and served."""
@@ -46,10 +45,6 @@ class Parser(argparse.ArgumentParser):
                 choices = ", ".join(repr(choice) for choice in action.choices)
                 error.message = f"{error.message} (choose from {choices})"
             raise
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
 
 
 def build_parser() -> Parser:
@@ -223,75 +218,13 @@ def take_foreign(name: str, value: str | None, rest: list[str]) -> None:
 def parse_config_file(path: str, parser: Parser) -> dict[str, Any]:
     """The flags in a YAML or TOML file. Raises ConfigError that names the file."""
     try:
-        values = parse_tokens(parser, normalize(file_tokens(read_file(Path(path)), parser), parser))
+        tokens = file_tokens(read_config_file(Path(path)), parser._option_string_actions)
+        values = parse_tokens(parser, normalize(tokens, parser))
         if "directory" in values:
             raise ConfigError("write the model as `model: DIR`")
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
     return values
-
-
-def read_file(file: Path) -> dict[str, Any]:
-    """Flags and values; nothing in an empty file."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot be read: {reason}") from None
-    try:
-        values = tomllib.loads(text) if file.suffix == ".toml" else load_yaml(text)
-    except RecursionError:
-        raise ConfigError("it is nested too deeply") from None
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError("expected lines like `max-model-len: 8192`")
-    return values
-
-
-def file_tokens(values: dict[str, Any], parser: Parser) -> list[str]:
-    """What would be written on the command line. Values of None, and empty lists, are left out."""
-    tokens: list[str] = []
-    for name, value in values.items():
-        flag = flag_name(str(name))
-        action = parser._option_string_actions.get(flag)
-        if flag in ("--config", "--help", "--version"):
-            raise ConfigError(f"{name} belongs on the command line")
-        if value is None or value == []:
-            continue
-        if isinstance(value, bool):
-            if action is not None and "off" in (action.choices or ()):
-                tokens.append(f"{flag}={'on' if value else 'off'}")  # YAML reads `on` as true
-            elif flag not in FOREIGN_FLAGS and flag not in SYNONYMS:
-                tokens.append(f"{flag}={str(value).lower()}")
-            elif value:
-                tokens.append(flag)
-        elif isinstance(value, dict):
-            raise ConfigError(f"{name} must be a single value, not a section")
-        elif (
-            isinstance(value, list)
-            and isinstance(action, argparse._AppendAction)
-            and not action.nargs
-        ):
-            tokens += [f"{flag}={item}" for item in value]
-        elif isinstance(value, list):
-            if action is not None and action.nargs != "+":
-                raise ConfigError(f"{name} must be a single value, not a list")
-            tokens += [flag, *map(str, value)]
-        else:
-            tokens.append(f"{flag}={value}")
-    return tokens
-
-
-def load_yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped]  # only here: it costs 20 ms
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

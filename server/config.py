@@ -17,6 +17,10 @@ ADMIN_KEY_VARIABLE = "SLUICE_ADMIN_KEY"
 KEY_VARIABLES = (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 
 
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """What the server is asked to do. The engine's own settings are in `EngineConfig`."""

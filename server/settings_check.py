@@ -61,6 +61,12 @@ def check_text(config: ServerConfig | EngineConfig) -> None:
 
 
 def check_server(server: ServerConfig) -> None:
+    if (
+        not server.host.strip()
+    ):  # to a socket it is every interface: an unset variable is no consent
+        raise ConfigError(
+            "--host is empty: leave it out for this machine alone, or write 0.0.0.0 for all interfaces"
+        )
     if not 0 <= server.port <= 65535:
         raise ConfigError(f"--port {server.port}: ports are 1 to 65535, or 0 for any free one")
     at_least("--max-body-size", server.max_body_size, 1)
@@ -85,6 +91,10 @@ def check_names(server: ServerConfig, engine: EngineConfig) -> None:
     for name in server.served_model_name:
         if not name.strip():
             raise ConfigError("--served-model-name: a name must not be empty")
+        if not name.isprintable():  # it stands in the log, in metrics and in answers
+            raise ConfigError(
+                f"--served-model-name {name!a:.200}: has characters that cannot be printed; use another name"
+            )
         if not engine.model and looks_like_model(name):
             # The flag takes every word up to the next flag: a model after it would not be seen.
             raise ConfigError(

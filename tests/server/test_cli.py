@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.api.config import ConfigError
+from engine.api.config import ConfigError, EngineConfig
 from server import settings_check
 from server.cli import main, parse
-from server.config import VERSION
+from server.config import VERSION, ServerConfig
 from server.http_server import bind
 from server.model_check import check_model, sampling_defaults
 from server.settings_check import check_settings
@@ -183,63 +183,17 @@ def test_no_gpu_is_known_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     check_settings(*cuda)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("c.yaml", "model: /m\nmax_num_seqs: 3\nserved-model-name: [a, b]\nenforce-eager: true\n"),
-        (
-            "c.toml",
-            'model = "/m"\nmax-num-seqs = 3\nserved_model_name = ["a", "b"]\nenforce-eager = true\n',
-        ),
-    ],
-)
-def test_config_file(tmp_path: Path, name: str, text: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-    server, engine = parse(["--config", str(file)])
-    assert (engine.model, engine.max_num_seqs, engine.enforce_eager) == ("/m", 3, True)
-    assert server.served_model_name == ["a", "b"]
-    _, engine = parse(
-        ["/other", "--config", str(file), "--max-num-seqs", "5", "--no-enforce-eager"]
-    )
-    assert (engine.model, engine.max_num_seqs, engine.enforce_eager) == ("/other", 5, False)
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb", "\x00"])
+def test_names_that_cannot_be_printed(name: str) -> None:
+    with pytest.raises(ConfigError, match="characters that cannot be printed") as caught:
+        check_settings(ServerConfig(served_model_name=[name]), EngineConfig())
+    assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("max-modle-len: 3", "unknown flag --max-modle-len: did you mean --max-model-len"),
-        ("just words", "expected lines like"),
-        ("port: {b: 1}", "port must be a single value, not a section"),
-        ("port: [1, 2]", "port must be a single value, not a list"),
-        ("x: [", "while parsing"),
-        ("port: x", "--port: invalid integer value: 'x'"),
-        ("dtype: int4", "--dtype: invalid choice: 'int4'"),
-        ("tensor-parallel-size: 2", "--tensor-parallel-size 2"),
-        ("config: other.yaml", "config belongs on the command line"),
-    ],
-)
-def test_bad_config_file(tmp_path: Path, text: str, words: str) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        parse(["--config", str(file)])
-    message = str(caught.value)
-    assert message.startswith(f"--config {file}: ")
-    assert message.count(str(file)) == 1
-    assert words in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("c.yaml", "[" * 10_000), ("c.toml", "x = " + "[" * 10_000)]
-)
-def test_config_file_nested_too_deeply(tmp_path: Path, name: str, text: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-    with pytest.raises(ConfigError, match="nested too deeply") as caught:
-        parse(["--config", str(file)])
-    assert caught.value.exit_code == 2
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_host_is_not_every_interface(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host is empty: .* 0\.0\.0\.0 for all"):
+        check_settings(ServerConfig(host=host), EngineConfig())
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 300, "\udcff"])
@@ -247,40 +201,6 @@ def test_host_that_is_no_name(host: str) -> None:
     with pytest.raises(ConfigError, match=r"--host .*: is neither an address nor") as caught:
         bind(host, 0)
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("name", ["c.yaml", "c.toml"])
-@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
-def test_empty_config_file(tmp_path: Path, name: str, text: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-    assert parse(["--config", str(file)]) == parse([])
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("enable-log-requests: true", "on"),
-        ("disable-log-requests: true", "off"),
-        ("enable_log_requests: false", "off"),
-        ("log-requests: on", "on"),
-        ("log-requests: prompts", "prompts"),
-    ],
-)
-def test_log_requests_in_a_file(tmp_path: Path, text: str, value: str) -> None:
-    """vLLM's names of it as well."""
-    file = tmp_path / "c.yaml"
-    file.write_text(text + "\n")
-    assert parse(["--config", str(file)])[0].log_requests == value
-
-
-def test_words_that_yaml_takes_for_truth(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("overlap: off\nenable-lora: false\nserved-model-name: []\n")
-    server, engine = parse(["--config", str(file)])
-    assert (engine.overlap, server.served_model_name) == ("off", [])
-    file.write_text("overlap: on\n")
-    assert parse(["--config", str(file)])[1].overlap == "on"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
