@@ -5,7 +5,7 @@
     machine, model_folder, memory_table                                  doctor
     checks                                                               selftest
     candidates, trial, search, verdict                                   tune
-    batch_file, batch_run, local_link                                    batch
+    batch_input, batch_file, batch_run, batch_signals, local_link        batch
 
 Command lines are read before anything heavy is imported, so that --help is instant.
 """

@@ -1,4 +1,4 @@
-"""The files of a batch, JSON lines in the format of OpenAI's batches.
+"""The output of a batch, JSON lines in the format of OpenAI's batches as its input is.
 
     input   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     output  {"id": ..., "custom_id": "a", "response": {"status_code", "request_id", "body"}, "error": null}
@@ -10,78 +10,23 @@ cut one, which the next run removes. What is answered there is not asked again.
 
 import fcntl
 import os
+import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-TAIL_BYTES = 1 << 16  # read at a time to find the last line
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the input that is still to be answered."""
-
-    number: int  # from 1
-    custom_id: str
-    offset: int  # in the file, in bytes
-
-
-@dataclass
-class Input:
-    """Which lines there are; their bodies are read when their turn comes, as they may be gigabytes."""
-
-    path: Path
-    lines: list[Line] = field(default_factory=list)
-
-    @classmethod
-    def scan(cls, path: Path) -> "Input":
-        """Raises ValueError naming the first line that cannot be told from others, OSError."""
-        found, seen = cls(path), dict[str, int]()
-        with path.open("rb") as file:
-            offset = 0
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    custom_id = custom_id_of(text, number)
-                    if custom_id in seen:
-                        raise ValueError(
-                            f"line {number}: custom_id {custom_id!r} is that of line {seen[custom_id]}, "
-                            "too; give each line its own"
-                        )
-                    seen[custom_id] = number
-                    found.lines.append(Line(number, custom_id, offset))
-                offset += len(text)
-        return found
-
-    def read(self, lines: list[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
-        with self.path.open("rb") as file:
-            for line in lines:
-                file.seek(line.offset)
-                yield line, orjson.loads(file.readline())
-
-
-def custom_id_of(text: bytes, number: int) -> str:
-    try:
-        value = orjson.loads(text)
-    except ValueError as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from None
-    custom_id = value.get("custom_id") if isinstance(value, dict) else None
-    if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError(
-            f'line {number} has no custom_id; each line is {{"custom_id": "...", "method": "POST", '
-            '"url": "/v1/chat/completions", "body": {...}}'
-        )
-    return custom_id
+BEGINNING = b'{"id":"batch_req_'  # of each line that `Output` writes
 
 
 class Output:
     """The answers, appended. Use `open_output`."""
 
-    def __init__(self, descriptor: int, answered: dict[str, bool]) -> None:
+    def __init__(self, path: Path, descriptor: int, answered: dict[str, bool]) -> None:
+        self.path = path
         self.descriptor = descriptor
         self.answered = answered  # custom_id -> with status 200
 
@@ -102,10 +47,36 @@ class Output:
                 "error": error,
             }
         )
-        rest = memoryview(line + b"\n")
-        while rest:  # a file takes all at once, unless the disk is full
-            rest = rest[os.write(self.descriptor, rest) :]
+        try:
+            write_all(self.descriptor, line + b"\n")
+        except OSError as error:
+            advice = (
+                f"{error.strerror}; what is answered is kept: run the same command again to go on"
+            )
+            raise OSError(error.errno, advice, str(self.path)) from None
         self.answered[custom_id] = is_good
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:  # a file takes all at once, unless the disk is full
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def check_output(path: Path) -> None:
+    """Raises ValueError if answers cannot be kept and read again there."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(
+            f"{path}: is no regular file; name one, as the next run reads what is answered"
+        )
+    for stream in (1, 2):
+        with suppress(OSError):  # closed
+            if os.path.samestat(os.fstat(stream), found):
+                raise ValueError(f"{path}: is where this program prints to, too; name another file")
 
 
 @contextmanager
@@ -115,85 +86,154 @@ def open_output(path: Path, retry_failed: bool = False) -> Iterator[Output]:
     `retry_failed` drops the lines that are no answers, so that they are asked again. Raises ValueError with
     advice if another run writes to the file, or if it holds something else; OSError.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    check_output(path)
+    descriptor = open_locked(path)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{path}: another run writes to it; wait for its end, or name another file"
-            ) from None
-        repair(descriptor, path)
-        answered = read_answers(path)
+        answered, end = read_answers(descriptor, path)
+        repair(descriptor, end)
         if retry_failed and not all(answered.values()):
-            keep_good(descriptor, path)
+            descriptor = keep_good(descriptor, path)
             answered = {custom_id: True for custom_id, is_good in answered.items() if is_good}
-        yield Output(descriptor, answered)
+        yield Output(path, descriptor, answered)
     finally:
         os.close(descriptor)
 
 
-def repair(descriptor: int, path: Path) -> None:
-    """Cut off a last line that was not written to its end."""
-    size = end = os.fstat(descriptor).st_size
-    if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
-        return
-    kept = 0
-    while end > 0:
-        start = max(0, end - TAIL_BYTES)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            kept = start + newline + 1
-            break
-        end = start
-    tail = os.pread(descriptor, size - kept, kept)
-    if is_answer(tail):  # whole, but for the end of the line
-        os.write(descriptor, b"\n")
-    elif kept == 0 and not tail.startswith(b"{"):
-        raise ValueError(f"{path}: is no output of a batch; name another file")
-    else:
-        os.ftruncate(descriptor, kept)
+def open_locked(path: Path) -> int:
+    """A descriptor of the file, which is ours until it is closed."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_at(descriptor, path):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(
+                f"{path}: another run writes to it; wait for its end, or name another file"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # another run put a copy in its place between the two calls
 
 
-def is_answer(text: bytes) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def read_answers(descriptor: int, path: Path) -> tuple[dict[str, bool], int]:
+    """custom_id -> whether it has an answer with status 200; where the whole lines end.
+
+    Raises ValueError naming the line that a batch cannot have written: nothing of the file is touched then.
+    """
+    answered: dict[str, bool] = {}
+    end = 0
+    with open(descriptor, "rb", closefd=False) as file:
+        if file.peek(1)[:1] not in (b"", b"{"):  # its first line may be longer than memory
+            raise no_output(path, 1)
+        for number, text in enumerate(file, 1):
+            found = read_answer(text)
+            if found is None:
+                if is_cut(text):
+                    break
+                raise no_output(path, number)
+            custom_id, is_good = found
+            answered[custom_id] = is_good or answered.get(custom_id, False)
+            end += len(text)
+    return answered, end
+
+
+def no_output(path: Path, number: int) -> ValueError:
+    return ValueError(
+        f"{path}, line {number}: is no line of a batch's output; name another file, or remove the line"
+    )
+
+
+def read_answer(text: bytes) -> tuple[str, bool] | None:
+    """custom_id, and whether it is an answer with status 200; None if a batch cannot have written it."""
     try:
         value = orjson.loads(text)
     except ValueError:
-        return False
-    is_line = isinstance(value, dict) and isinstance(value.get("custom_id"), str)
-    return is_line and "response" in value  # an input has none
+        return None
+    if not isinstance(value, dict) or "response" not in value:  # an input has none
+        return None
+    custom_id, response = value.get("custom_id"), value["response"]
+    if not isinstance(custom_id, str):
+        return None
+    return custom_id, isinstance(response, dict) and response.get("status_code") == 200
 
 
-def read_answers(path: Path) -> dict[str, bool]:
-    """custom_id -> whether it has an answer with status 200. Raises ValueError naming the line."""
-    answered = {}
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not is_answer(text):
-                raise ValueError(f"{path}, line {number}: is no line of a batch's output")
-            answered[orjson.loads(text)["custom_id"]] = is_good(text)
-    return answered
+def is_cut(text: bytes) -> bool:
+    """Is it a line of ours that was not written to its end?"""
+    has_end = text.endswith(b"\n")
+    return not has_end and (text.startswith(BEGINNING) or BEGINNING.startswith(text))
 
 
-def is_good(text: bytes) -> bool:
-    response = orjson.loads(text).get("response")
-    return isinstance(response, dict) and response.get("status_code") == 200
+def repair(descriptor: int, end: int) -> None:
+    """Cut off a last line that was not written to its end, or end it if only that is missing."""
+    if os.fstat(descriptor).st_size > end:
+        os.ftruncate(descriptor, end)
+    elif end > 0 and os.pread(descriptor, 1, end - 1) != b"\n":
+        write_all(descriptor, b"\n")
 
 
-def keep_good(descriptor: int, path: Path) -> None:
-    """Rewrite the file without failures. A crash in the middle leaves a copy beside it."""
-    kept = b"".join(text for text in path.read_bytes().splitlines(True) if is_good(text))
-    copy = path.with_name(path.name + ".all")
-    copy.write_bytes(path.read_bytes())
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, kept)
-    copy.unlink()
+def keep_good(descriptor: int, path: Path) -> int:
+    """Put a copy without failures in the file's place: the descriptor of the copy, which is locked, too.
+
+    The file is whole until the copy, whole by then, takes its name: whatever fails, no answer is lost.
+    """
+    target = path.resolve()  # a link stays one
+    copy = target.with_name(f".{target.name}.good")  # written to by none but who has the lock
+    try:
+        copy.unlink(missing_ok=True)  # of a run that was killed
+        good = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(good, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            copy_good(descriptor, good)
+            copy_owner(descriptor, good)
+            os.fsync(good)
+            os.rename(copy, target)
+        except BaseException:
+            copy.unlink(missing_ok=True)
+            os.close(good)
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"{path}: --retry-failed cannot make a copy in its folder ({error.strerror}); the file is "
+            "as it was: make room there, or leave the flag out"
+        ) from None
+    os.close(descriptor)
+    return good
 
 
-def summary(output: Output, lines: list[Line]) -> tuple[str, bool]:
+def copy_good(source: int, target: int) -> None:
+    os.lseek(source, 0, os.SEEK_SET)
+    with (
+        open(source, "rb", closefd=False) as lines,
+        open(target, "wb", closefd=False) as good,
+    ):
+        for text in lines:
+            found = read_answer(text)
+            if found is not None and found[1]:
+                good.write(text)
+
+
+def copy_owner(source: int, target: int) -> None:
+    """Who may read and write it stays as it was."""
+    found = os.fstat(source)
+    with suppress(PermissionError):  # only root gives files away
+        os.fchown(target, found.st_uid, found.st_gid)
+    os.fchmod(target, stat.S_IMODE(found.st_mode))
+
+
+def summary(output: Output, custom_ids: list[str]) -> tuple[str, bool]:
     """A sentence, and whether a line has an error for an answer."""
-    states = [output.answered.get(line.custom_id) for line in lines]
+    states = [output.answered.get(custom_id) for custom_id in custom_ids]
     good, failed = states.count(True), states.count(False)
-    text = f"{len(lines)} requests: {good} answered, {failed} with an error"
+    text = f"{len(custom_ids)} requests: {good} answered, {failed} with an error"
     left = states.count(None)
     return text + (f", {left} left" if left else ""), failed > 0

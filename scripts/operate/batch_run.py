@@ -12,8 +12,9 @@ import orjson
 from tqdm import tqdm
 
 from engine.api.config import EngineConfig
-from engine.offline import uninterrupted
-from scripts.operate.batch_file import Input, Line, Output
+from scripts.operate.batch_file import Output
+from scripts.operate.batch_input import Input, Line
+from scripts.operate.batch_signals import Interrupt
 from scripts.operate.local_link import LocalLink
 from server.client import EngineClient
 from server.config import ServerConfig
@@ -57,6 +58,7 @@ class BatchRun:
         lines: Iterator[tuple[Line, dict[str, Any]]],
         output: Output,
         bar: "tqdm[Any]",
+        interrupt: Interrupt,
     ) -> None:
         self.service = service
         self.client = service.client
@@ -64,6 +66,7 @@ class BatchRun:
         self.lines = lines
         self.output = output
         self.bar = bar
+        self.interrupt = interrupt
         self.jobs: list[Job] = []
         self.num_tokens = 0
         limits = self.client.status.limits
@@ -71,16 +74,16 @@ class BatchRun:
         self.most_live = QUEUE_FACTOR * limits.max_num_seqs
 
     async def run(self) -> None:
-        """Until all lines are answered. Ctrl-C (asyncio cancels the task) ends between two steps."""
+        """Until all lines are answered. Ctrl-C and SIGTERM, which the caller holds, end between two steps."""
         started = time.monotonic()
         try:
             while self.fill() or self.jobs:
-                with uninterrupted():
-                    self.link.step()
-                    self.write_ended()
+                self.interrupt.check()
+                self.link.step()
+                self.write_ended()
                 rate = self.num_tokens / (time.monotonic() - started)
                 self.bar.set_postfix_str(f"{rate:.1f} generated tok/s", refresh=False)
-                await asyncio.sleep(0)  # timers, and Ctrl-C
+                await asyncio.sleep(0)  # timers
         finally:
             for job in self.jobs:
                 job.cleanup.close()
@@ -160,7 +163,12 @@ class BatchRun:
 
 
 def answer(
-    server: ServerConfig, engine: EngineConfig, wanted: Input, lines: list[Line], output: Output
+    server: ServerConfig,
+    engine: EngineConfig,
+    wanted: Input,
+    lines: list[Line],
+    output: Output,
+    interrupt: Interrupt,
 ) -> None:
     """Load the model and answer `lines`. Raises ConfigError, KeyboardInterrupt."""
     link = LocalLink(engine, server.chat_template)
@@ -168,7 +176,9 @@ def answer(
     try:
         with tqdm(total=len(wanted.lines), initial=done, desc="requests", disable=None) as bar:
             service = make_service(server, engine, link)
-            asyncio.run(BatchRun(service, link, wanted.read(lines), output, bar).run())
+            batch = BatchRun(service, link, wanted.read(lines), output, bar, interrupt)
+            with interrupt.held():
+                asyncio.run(batch.run())
     finally:
         link.close()
 

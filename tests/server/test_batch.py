@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import pytest
 
 from engine.api.messages import Generate
 from scripts import batch
-from scripts.operate.batch_file import Input, open_output
+from scripts.operate.batch_file import open_output
+from scripts.operate.batch_input import open_input
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.waiting import wait_until
 from tokenizer_proc.pipeline import TextPipeline
 from tokenizer_proc.prepare import PreparedRequest
 
@@ -146,7 +147,8 @@ def test_a_cut_line_is_asked_again_and_failures_if_wanted(model: str, tmp_path: 
     assert set(read(target)) == set(text)
 
 
-def test_ctrl_c_keeps_what_was_answered(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_was_answered(model: str, tmp_path: Path, number: int) -> None:
     lines = [line(f"r{i}", prompt=f"n {i}", max_tokens=200, ignore_eos=True) for i in range(200)]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = [sys.executable, str(SCRIPT), "-i", str(source), "-o", str(target), model]
@@ -154,11 +156,12 @@ def test_ctrl_c_keeps_what_was_answered(model: str, tmp_path: Path) -> None:
         [*command, *SMALL], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )  # fmt: skip
     try:
-        while not target.exists() or target.stat().st_size == 0:
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        wait_until(
+            lambda: process.poll() is not None or (target.exists() and target.stat().st_size),
+            seconds=120,
+        )
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130
@@ -178,15 +181,16 @@ def test_ctrl_c_keeps_what_was_answered(model: str, tmp_path: Path) -> None:
 def test_lines_that_cannot_be_told_apart_are_refused(
     tmp_path: Path, lines: list[Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        Input.scan(write(tmp_path / "in.jsonl", lines))
+    source = write(tmp_path / "in.jsonl", lines)
+    with pytest.raises(ValueError, match=f"in.jsonl, {words}"), open_input(source, 1 << 20):
+        pass
 
 
 def test_another_s_output_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in.jsonl", [line("a", prompt="x")])
     other = tmp_path / "notes.txt"
     other.write_text("my notes")
-    with pytest.raises(ValueError, match="no output of a batch"), open_output(other):
+    with pytest.raises(ValueError, match="is no line of a batch's output"), open_output(other):
         pass
     assert other.read_text() == "my notes"
     with pytest.raises(ValueError, match="is no line"), open_output(source):
