@@ -87,9 +87,7 @@ def scan(texts: Iterator[bytes], path: Path, most_bytes: int) -> list[Line]:
     offset = 0
     for number, text in enumerate(texts, 1):
         where = f"{path}, line {number}"
-        if (
-            len(text) > most_bytes
-        ):  # memory for a prompt of 100 MB may end the process, not the line
+        if len(text) > most_bytes:  # memory for 100 MB of prompt may end the process, not the line
             raise ValueError(
                 f"{where} is longer than {most_bytes} bytes; shorten it, or raise --max-body-size"
             )
