@@ -14,7 +14,7 @@ from server.command import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0; 1 nothing could be measured; 2 wrong arguments; 130 after Ctrl-C."""
+    """Exit code: 0; 1 nothing could be measured, or written; 2 wrong arguments; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["compare"]:
         return run_compare(argv[1:])
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_compare(argv: list[str]) -> int:
     from scripts.loadtest import result
     from scripts.loadtest.compare import compare
+    from scripts.loadtest.outputs import say
 
     args = options.parse_compare(argv)
     try:
@@ -42,8 +43,7 @@ def run_compare(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(compare(a, b, (str(args.a), str(args.b))))
-    return 0
+    return 0 if say(compare(a, b, (str(args.a), str(args.b)))) else 1
 
 
 if __name__ == "__main__":

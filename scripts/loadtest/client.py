@@ -1,13 +1,14 @@
 """Sends one request and records what came back, whatever it is."""
 
 import asyncio
-import json
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
 
+from scripts.loadtest.foreign import decode, printable
 from scripts.loadtest.records import Record
 from scripts.loadtest.scan import BadStream, StreamScan
 from scripts.loadtest.workload import Request
@@ -15,6 +16,9 @@ from scripts.loadtest.workload import Request
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 4.0  # below the shortest of common servers, which close idle connections after 5
 MOST_RETRY_WAIT_S = 60.0
+END_PATIENCE_S = 0.1  # from [DONE] to the end of the body
+LONGEST_REFUSAL = 1 << 16  # bytes that are read of it
+MOST_TOKENS = 10**9  # of one request: a server that counts more is wrong
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request)
                 record.retries += 1
                 await asyncio.sleep(min(record.retry_after or 1.0, MOST_RETRY_WAIT_S))
     except TimeoutError:
+        if record.end and record.error is None:
+            return record  # only the body's end was still waited for
         when = "mid-stream" if record.pieces else "before the first text"
         fail(record, f"timeout {when}", f"no end after {target.timeout_s:g} s")
     record.end = record.end or time.perf_counter()
@@ -58,7 +64,7 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request)
 
 def fail(record: Record, kind: str, detail: object) -> None:
     record.error = kind
-    record.detail = str(detail)[:300]
+    record.detail = printable(str(detail)[:300])
     record.end = time.perf_counter()
 
 
@@ -93,23 +99,37 @@ async def attempt(
 
 
 async def take_refusal(response: aiohttp.ClientResponse, record: Record) -> None:
-    record.retry_after = None
-    header = response.headers.get("Retry-After", "")
-    if header.replace(".", "", 1).isdigit():
-        record.retry_after = float(header)
-    text = (await response.read()).decode(errors="replace")
+    record.retry_after = seconds_of(response.headers.get("Retry-After", ""))
+    body = b""
+    while len(body) < LONGEST_REFUSAL and (data := await response.content.readany()):
+        body += data
+    text = body.decode(errors="replace")
     with suppress(ValueError, KeyError, TypeError):
-        text = json.loads(text)["error"]["message"]
+        text = str(decode(text)["error"]["message"])
     fail(record, f"HTTP {response.status}", text)
 
 
+def seconds_of(header: str) -> float | None:
+    """What Retry-After says in digits; None for a date, or for what is no number."""
+    if not (header.isascii() and header.replace(".", "", 1).isdigit()):
+        return None
+    seconds = float(header)
+    return seconds if math.isfinite(seconds) else None
+
+
 async def read_stream(response: aiohttp.ClientResponse, scan: StreamScan, record: Record) -> None:
-    """Read to the end; the request's end is [DONE], or the connection's if none comes."""
+    """The request's end is [DONE], or the body's if none comes."""
     read, feed, clock = response.content.readany, scan.feed, time.perf_counter
-    while data := await read():
+    while scan.done is None and (data := await read()):
         feed(data, clock())
     now = clock()
-    scan.close(now)
+    if scan.done is None:
+        scan.close(now)
+    take_result(scan, record, now)
+    await await_end(response)
+
+
+def take_result(scan: StreamScan, record: Record, now: float) -> None:
     if scan.usage is not None:
         record.prompt_tokens = count_of(scan.usage, "prompt_tokens")
         record.completion_tokens = count_of(scan.usage, "completion_tokens")
@@ -121,6 +141,16 @@ async def read_stream(response: aiohttp.ClientResponse, scan: StreamScan, record
         record.end = scan.done or now
 
 
+async def await_end(response: aiohttp.ClientResponse) -> None:
+    """A body that ends soon leaves its connection for the next request; another is closed on release."""
+    with suppress(TimeoutError, aiohttp.ClientError, OSError):  # the answer is complete
+        async with asyncio.timeout(END_PATIENCE_S):
+            while await response.content.readany():
+                pass
+
+
 def count_of(usage: dict[str, object], name: str) -> int | None:
+    """None, as if it had not been counted, for what can be no number of tokens."""
     value = usage.get(name)
-    return value if isinstance(value, int) else None
+    # type(): True is an int, too
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None

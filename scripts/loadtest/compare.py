@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from scripts.loadtest.foreign import printable
 from scripts.loadtest.records import Level
 from scripts.loadtest.report import grid
 
@@ -31,7 +32,7 @@ RULE = (
 
 def compare(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str] = ("A", "B")) -> str:
     """Text for a person. `a`, `b`: as `result.read` returns them."""
-    parts = [f"A: {names[0]} ({a['when']})", f"B: {names[1]} ({b['when']})"]
+    parts = [f"A: {names[0]} ({brief(a['when'])})", f"B: {names[1]} ({brief(b['when'])})"]
     rows = differing("client", a["settings"], b["settings"])
     rows += differing("server", a["server"], b["server"])
     if rows:
@@ -60,19 +61,19 @@ def differing(part: str, a: dict[str, Any], b: dict[str, Any]) -> list[list[str]
     for key in sorted(a.keys() | b.keys()):
         left, right = a.get(key), b.get(key)
         if left != right and key not in EXPECTED_TO_DIFFER:
-            rows.append([f"{part} {key}", brief(left), brief(right)])
+            rows.append([f"{part} {printable(key)}", brief(left), brief(right)])
     return rows
 
 
 def brief(value: Any) -> str:
-    text = "(not there)" if value is None else str(value)
+    text = "(not there)" if value is None else printable(str(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def level_table(a: dict[str, Any], b: dict[str, Any]) -> str:
     rows = [["", "A", "B", "B / A", "noise", ""]]
     for name, heading, more_is_better in FIGURES:
-        left, right = a["figures"].get(name), b["figures"].get(name)
+        left, right = figure_of(a, name), figure_of(b, name)
         if left is None or right is None:
             continue
         ratio = right["median"] / left["median"] if left["median"] else math.nan
@@ -91,6 +92,12 @@ def level_table(a: dict[str, Any], b: dict[str, Any]) -> str:
     if any(failed):
         rows.append(["failed requests", *map(str, failed), "", "", ""])
     return grid(rows)
+
+
+def figure_of(level: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """None if it was not measured, or was not finite."""
+    figure: dict[str, Any] | None = level["figures"].get(name)
+    return None if figure is None or None in figure.values() else figure
 
 
 def amount(value: float) -> str:

@@ -1,6 +1,7 @@
 """The client processes as one: deals a round's requests to them and gathers their records."""
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from scripts.loadtest.workload import Workload, poisson_arrivals
 TICK_S = 0.25
 STOP_PATIENCE_S = 10.0
 ENDLESS = 10**9  # requests
+EXIT_PATIENCE_S = 5.0
 START_DELAY_S = 0.05  # from telling all processes to the common start
 
 
@@ -91,7 +93,7 @@ class Fleet:
         for pipe, job in zip(active, jobs, strict=True):
             deliver(pipe, job)
         for pipe in active:
-            receive(pipe)  # READY
+            self.receive(pipe)  # READY
         start = time.perf_counter() + START_DELAY_S
         for pipe in active:
             deliver(pipe, start)
@@ -145,7 +147,7 @@ class Fleet:
                 break
             for ready in wait(list(open_pipes), TICK_S):
                 pipe = cast(Connection, ready)
-                message = receive(pipe)
+                message = self.receive(pipe)
                 if isinstance(message, Outcome):
                     outcomes.append(message)
                     open_pipes.discard(pipe)
@@ -161,22 +163,32 @@ class Fleet:
             )
         return combine(outcomes)
 
+    def receive(self, pipe: Connection) -> Any:
+        """The next message. Raises ClientFailed if the process at the other end is gone."""
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            process = self.members[self.pipes.index(pipe)]
+            process.join(EXIT_PATIENCE_S)  # its end of the pipe is closed shortly before
+            raise ClientFailed(ending(process.exitcode)) from None
+
 
 def deliver(pipe: Connection, message: Any) -> None:
-    """To a client process; if it is gone, the next `receive` says so."""
+    """To a client process; if it is gone, the next `Fleet.receive` says so."""
     with suppress(OSError):
         pipe.send(message)
 
 
-def receive(pipe: Connection) -> Any:
-    """The next message. Raises ClientFailed if the process at the other end is gone."""
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        raise ClientFailed(
-            "a client process ended by itself. What it printed is above; if there is nothing, something "
-            "killed it, for want of memory as a rule: use shorter rounds or fewer --processes"
-        ) from None
+def ending(exit_code: int | None) -> str:
+    """How a client process ended by itself, and what helps."""
+    if exit_code == -signal.SIGKILL:
+        return (
+            "a client process ended: something killed it (SIGKILL), for want of memory as a rule: use "
+            "shorter rounds or fewer --processes"
+        )
+    if exit_code is not None and exit_code < 0:
+        return f"a client process ended by itself, by signal {-exit_code}"
+    return f"a client process ended by itself, with exit code {exit_code}: its error is above"
 
 
 def combine(outcomes: list[Outcome]) -> RoundResult:

@@ -1,10 +1,10 @@
 """The command line. Nothing heavy is imported, so that --help is instant."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from scripts.loadtest.foreign import decode
 from scripts.loadtest.slo import Slo
 from scripts.loadtest.workload import Lengths
 
@@ -192,8 +192,18 @@ def add_output(group: Any) -> None:
         help="count the requests within limits in ms: ttft, itl (99%% of a request's gaps), tpot, "
         "e2e; as in ttft:500,itl:60",
     )
-    add("--json", type=Path, metavar="FILE", help="all figures, for `compare` and for programs")
-    add("--plots", type=Path, metavar="FOLDER", help="write curve.png and ttft.png (matplotlib)")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="all figures, for `compare` and for programs; overwrites an existing file",
+    )
+    add(
+        "--plots",
+        type=Path,
+        metavar="FOLDER",
+        help="write curve.png and ttft.png, over existing ones (matplotlib)",
+    )
     add("--self-test", action="store_true", help="measure the client against a stub, and exit")
 
 
@@ -277,7 +287,7 @@ def id_range(text: str) -> tuple[int, int]:
 
 def json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = decode(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):

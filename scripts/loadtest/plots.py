@@ -5,6 +5,7 @@ from typing import Any
 
 from scripts.loadtest.result import LevelResult, RunResult
 
+NAMES = ("curve.png", "ttft.png")
 ADVICE = "no plots: matplotlib is not installed (pip install matplotlib)"
 
 
@@ -24,7 +25,7 @@ def draw(result: RunResult, folder: Path) -> list[Path]:
     if not levels:
         return []
     written = []
-    for name, plot in (("curve.png", draw_curve), ("ttft.png", draw_ttft)):
+    for name, plot in zip(NAMES, (draw_curve, draw_ttft), strict=True):
         figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
         plot(axes, levels, result)
         axes.grid(alpha=0.3)

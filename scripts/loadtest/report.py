@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -116,7 +117,7 @@ def tokens_lines(levels: list[LevelResult]) -> list[str]:
     sources = {one.tokens_from for level in levels for one in level.rounds if one.timeline}
     said = {
         "usage": "Tokens are the server's own count (usage).",
-        "chunks": "Tokens are chunks of text: the server reports no usage.",
+        "chunks": "Tokens are chunks of text: the server reports no usage, or none that can be true.",
         "both": "Tokens are the server's count (usage) where given, else chunks of text.",
     }
     if not sources:
@@ -172,10 +173,13 @@ class LiveLine:
             f"{self.name}: {progress.finished}{of} requests{failed}, "
             f"{progress.tokens / seconds:,.0f} tok/s, {seconds:.0f} s"
         )
-        self.out.write(f"\r\x1b[K{text[:110]}")
-        self.out.flush()
+        self.write(f"\r\x1b[K{text[:110]}")
 
     def end(self, text: str) -> None:
         start = "\r\x1b[K" if self.out.isatty() else ""
-        self.out.write(f"{start}{self.name}: {text}\n")
-        self.out.flush()
+        self.write(f"{start}{self.name}: {text}\n")
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):  # a full disk: the run is worth more than this line
+            self.out.write(text)
+            self.out.flush()

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from scripts.loadtest.figures import FALLS_BEHIND, Round, Spread, over_rounds
+from scripts.loadtest.foreign import decode, printable
 from scripts.loadtest.knee import Knee, Point, find_knee
 from scripts.loadtest.records import Level
 
 FORMAT = 1
+LARGEST = 1e300  # of a figure: what is computed of two must not overflow
 
 
 @dataclass
@@ -105,11 +107,55 @@ def finite(tree: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """A result that `write` wrote. Raises ValueError with advice."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = decode(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): give a file written by --json") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no result of this version: give a file written by --json")
+    wrong = what_is_wrong(found)
+    if wrong:
+        raise ValueError(f"{path} is incomplete ({wrong}): give a file written by --json")
     return found
+
+
+def what_is_wrong(found: dict[str, Any]) -> str:
+    """The first part that `compare` reads and that is missing or of another kind; empty if there is none."""
+    for name, kind in (("when", str), ("settings", dict), ("server", dict), ("levels", list)):
+        if not isinstance(found.get(name), kind):
+            return f"`{name}`"
+    for number, level in enumerate(found["levels"], 1):
+        if not is_level(level):
+            return f"level {number}"
+        for name, figure in level["figures"].items():
+            if not is_figure(figure):
+                return f"level {number}, figure {printable(name)}"
+    return ""
+
+
+def is_level(level: Any) -> bool:
+    return (
+        isinstance(level, dict)
+        and isinstance(level.get("mode"), str)
+        and is_number(level.get("value"))
+        and isinstance(level.get("figures"), dict)
+        and isinstance(level.get("errors"), dict)
+        and all(type(count) is int and is_number(count) for count in level["errors"].values())
+    )
+
+
+def is_figure(figure: Any) -> bool:
+    """As `Spread` is written: what was not finite is null."""
+    return (
+        isinstance(figure, dict)
+        and type(figure.get("rounds")) is int
+        and all(
+            name in figure and (figure[name] is None or is_number(figure[name]))
+            for name in ("median", "low", "high")
+        )
+    )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST

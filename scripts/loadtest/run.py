@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import signal
 import sys
 import threading
@@ -10,15 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
-from scripts.loadtest import plots, report, result
+from scripts.loadtest import outputs, report
 from scripts.loadtest.client import Target
+from scripts.loadtest.dataset import read_dataset
 from scripts.loadtest.figures import Round, summarize
 from scripts.loadtest.fleet import ClientFailed, Fleet, RoundResult, Stop
 from scripts.loadtest.records import Level
 from scripts.loadtest.result import LevelResult, RunResult
 from scripts.loadtest.watch import ServerInfo, Unreachable, Watch
-from scripts.loadtest.workload import Workload, read_dataset
+from scripts.loadtest.workload import Workload
 
 CLIENT_LIMIT_PERCENT = 90.0  # of a core: above, the client's own speed is part of the figures
 SHORT_ROUND_S = 1.0  # below, CPU use is that of connecting
@@ -52,9 +55,7 @@ class Plan:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Raises ValueError or OSError with advice, Unreachable if no server answers."""
-    base = args.url.rstrip("/").removesuffix("/v1")
-    if not base.startswith(("http://", "https://")):
-        raise ValueError(f"--url {args.url}: begin it with http:// or https://")
+    base = base_of(args.url)
     headers = dict(args.header)
     if args.api_key:
         headers["Authorization"] = f"Bearer {args.api_key}"
@@ -96,6 +97,28 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return Plan(args, info, target, workload, list(dict.fromkeys(levels)))
 
 
+def base_of(url: str) -> str:
+    """--url without /v1. Raises ValueError with advice, in which no password is shown."""
+    if "@" in url:
+        shown = re.sub("(^|//).*@", r"\1...@", url)
+        raise ValueError(
+            f"--url {shown}: give name and password by --header 'Authorization: Basic ...', or a key "
+            "by --api-key; in a path, write %40"
+        )
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"--url {url!a}: leave out blanks and control characters")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--url {url}: begin it with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # raises, too
+    except ValueError as error:
+        raise ValueError(f"--url {url}: {error}") from None
+    if not parts.hostname or port == 0 or "?" in url or "#" in url:
+        raise ValueError(f"--url {url}: write http://HOST:PORT, and maybe a path")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def check_dataset(rows: list[Any], chat: bool) -> None:
     if not chat and any(row.messages is not None for row in rows):
         raise ValueError("--dataset has `messages`: use --endpoint chat")
@@ -124,8 +147,10 @@ def settings_of(plan: Plan) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0; 1 if no request of the whole run succeeded; 130 after Ctrl-C."""
+    """Exit code: 0; 1 if no request of the whole run succeeded, or a result could not be written; 2 if
+    the options are wrong; 130 after Ctrl-C."""
     try:
+        outputs.check_writable(args.json, args.plots)
         plan = make_plan(args)
         server = plan.info.describe()
     except (ValueError, OSError, Unreachable) as error:
@@ -148,11 +173,10 @@ def run(args: argparse.Namespace) -> int:
     found.notes += client_notes(found) + answer_notes(found)
     if stop.requested:
         found.notes.append("Interrupted: this is what there was until then.")
-    print(report.render(found))
-    save(args, found)
+    is_saved = outputs.save(args.json, args.plots, found)
     if stop.requested:
         return 130
-    return 0 if any(level.value("completed") for level in found.measured) else 1
+    return 0 if is_saved and any(level.value("completed") for level in found.measured) else 1
 
 
 def warm_up(plan: Plan, fleet: Fleet) -> None:
@@ -264,18 +288,6 @@ def answer_notes(found: RunResult) -> list[str]:
     if any(level.value("without_text") for level in found.measured):
         notes.append("Some complete answers had no text: they have no TTFT, ITL and TPOT.")
     return notes
-
-
-def save(args: argparse.Namespace, found: RunResult) -> None:
-    if args.json is not None:
-        result.write(found, args.json)
-        print(f"\nFigures: {args.json}")
-    if args.plots is not None:
-        try:
-            for path in plots.draw(found, args.plots):
-                print(f"Plot: {path}")
-        except ImportError:
-            print(f"Note: {plots.ADVICE}")
 
 
 @contextmanager

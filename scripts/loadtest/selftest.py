@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from scripts.loadtest.client import Target
 from scripts.loadtest.figures import summarize
 from scripts.loadtest.fleet import ClientFailed, Fleet
+from scripts.loadtest.outputs import say
 from scripts.loadtest.records import Level
 from scripts.loadtest.workload import Lengths, Workload
 
@@ -141,14 +142,14 @@ def measure(period_s: float) -> Measured:
 
 def run_self_test() -> int:
     """Exit code: 0 if one core takes WANTED_CHUNKS_PER_S when woken for every chunk, else 1."""
-    print(f"{CLIENTS} streams of one client process, {CHUNKS:,} chunks each:")
+    told = say(f"{CLIENTS} streams of one client process, {CHUNKS:,} chunks each:")
     enough = True
     for name, period_s, wanted in (("steps", STEP_S, WANTED_CHUNKS_PER_S), ("flood", 0.0, 0)):
         m = measure(period_s)
-        print(
+        told &= say(
             f"{name}: {m.chunks_per_s:,.0f} chunks/s with {m.cpu_percent:.0f}% of a core, "
             f"{m.reads_per_chunk:.2f} reads a chunk; a whole core takes {m.capacity:,.0f} chunks/s"
         )
         enough &= m.capacity >= wanted
-    print(f"Wanted in steps: {WANTED_CHUNKS_PER_S:,}. {'Enough.' if enough else 'Too few.'}")
-    return 0 if enough else 1
+    told &= say(f"Wanted in steps: {WANTED_CHUNKS_PER_S:,}. {'Enough.' if enough else 'Too few.'}")
+    return 0 if enough and told else 1

@@ -1,7 +1,6 @@
 """What the server tells about itself: its model, version and settings, and /metrics during a round."""
 
 import http.client
-import json
 import re
 import ssl
 import threading
@@ -9,6 +8,8 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
+
+from scripts.loadtest.foreign import decode
 
 PERIOD_S = 1.0
 PATIENCE_S = 3.0
@@ -69,14 +70,16 @@ class ServerInfo:
 
     def get_json(self, path: str) -> dict[str, Any]:
         try:
-            found = json.loads(self.get(path) or b"null")
+            found = decode(self.get(path) or b"null")
         except ValueError:
             found = None
         return found if isinstance(found, dict) else {}
 
     def models(self) -> list[str]:
         """Names the server lists; empty without the page or the right key."""
-        return [str(model.get("id")) for model in self.get_json("/v1/models").get("data") or ()]
+        listed = self.get_json("/v1/models").get("data")
+        models = listed if isinstance(listed, list) else []
+        return [str(one["id"]) for one in models if isinstance(one, dict) and "id" in one]
 
     def describe(self) -> dict[str, Any]:
         """Models and settings, for the record of a run."""

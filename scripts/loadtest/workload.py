@@ -3,8 +3,9 @@
 import json
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from scripts.loadtest.dataset import MOST_TOKENS, Row
 
 # Short common words: about one token each in every large vocabulary. The server's usage tells exactly.
 WORDS = (
@@ -20,6 +21,7 @@ WORDS = (
     "morning", "reason", "research", "girl", "guy", "moment", "air", "teacher", "force",
     "education",
 )  # fmt: skip
+MOST_SIGMA = 5.0  # of a lognormal distribution, where 0.5 to 2 are usual
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Lengths:
     kind: str
     a: float
     b: float = 0.0
-    most: float = float("inf")
+    most: float = MOST_TOKENS
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
@@ -44,20 +46,27 @@ class Lengths:
         except ValueError:
             values = []
         wanted = {"fixed": (1,), "uniform": (2,), "normal": (2, 3), "lognormal": (2, 3)}
-        if len(values) not in wanted.get(kind, ()) or any(not 0 <= v < 1e9 for v in values):
+        if len(values) not in wanted.get(kind, ()) or any(
+            not 0 <= v <= MOST_TOKENS for v in values
+        ):
             raise ValueError(
                 f"{text!r} is no length: write 512, uniform:LOW:HIGH, normal:MEAN:DEVIATION[:MOST] "
-                "or lognormal:MEDIAN:SIGMA[:MOST]"
+                f"or lognormal:MEDIAN:SIGMA[:MOST], with numbers of at most {MOST_TOKENS:,}"
             )
-        if values[0] < 1 or (kind == "uniform" and values[1] < values[0]):
+        if min([values[0], *values[2:]]) < 1 or (kind == "uniform" and values[1] < values[0]):
             raise ValueError(f"{text!r}: lengths begin at 1, and LOW is not above HIGH")
+        if kind == "lognormal" and values[1] > MOST_SIGMA:
+            raise ValueError(
+                f"{text!r}: give a SIGMA of at most {MOST_SIGMA:g}, which already makes one length in "
+                "fifty more than 20,000 times the median"
+            )
         return cls(kind, *values)
 
     def __str__(self) -> str:
         """As `parse` takes it."""
         if self.kind == "fixed":
             return f"{self.a:g}"
-        most = "" if self.most == float("inf") else f":{self.most:g}"
+        most = "" if self.most == MOST_TOKENS else f":{self.most:g}"
         return f"{self.kind}:{self.a:g}:{self.b:g}{most}"
 
     def draw(self, rng: random.Random) -> int:
@@ -71,38 +80,6 @@ class Lengths:
             case _:
                 value = self.a
         return round(max(1.0, min(value, self.most)))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One prompt of a dataset: exactly one of `prompt` and `messages` is set."""
-
-    prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
-    max_tokens: int | None
-
-
-def read_dataset(path: Path) -> list[Row]:
-    """JSON lines with `prompt` (text or token ids) or `messages`, and maybe `max_tokens`.
-
-    Raises ValueError that names the line, OSError if the file cannot be read.
-    """
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-        if not isinstance(item, dict) or ("prompt" in item) == ("messages" in item):
-            raise ValueError(
-                f"{path}, line {number}: give an object with either `prompt` or `messages`"
-            )
-        rows.append(Row(item.get("prompt"), item.get("messages"), item.get("max_tokens")))
-    if not rows:
-        raise ValueError(f"{path} holds no prompts: give one JSON object a line")
-    return rows
 
 
 @dataclass(frozen=True)

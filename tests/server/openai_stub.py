@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+CUT_SHORT = {"stall", "error_event", "cut", "no_end"}
+
 
 @dataclass
 class Seen:
@@ -23,6 +25,7 @@ class Seen:
     came: float
     written: list[float] = field(default_factory=list)  # of each piece
     ended: float = 0.0
+    peer: Any = None  # the client's end of the connection
 
 
 class OpenAIStub:
@@ -30,7 +33,8 @@ class OpenAIStub:
 
     stream: well; http_500; http_429 (with Retry-After, `refusals` times, then well); cut (connection
     closed after two pieces); drop (closed before an answer); silent (no answer); stall (nothing after two
-    pieces); error_event; json (no stream); garbage; no_end (two pieces, then a clean end)
+    pieces); error_event; json (no stream); garbage; no_end (two pieces, then a clean end); linger (well,
+    but the body does not end)
     """
 
     def __init__(self, first_s: float = 0.0, gap_s: float = 0.0, usage: bool = True) -> None:
@@ -40,6 +44,9 @@ class OpenAIStub:
         self.retry_after = "1"
         self.slots: asyncio.Semaphore | None = None  # requests served at a time, if set
         self.metrics = ""
+        self.refusal = "broken"  # body of http_500
+        self.broken = b""  # sent before the pieces
+        self.counts: dict[str, Any] = {}  # instead of what `usage` says
         self.seen: list[Seen] = []
         self.url = ""
         self._ready = threading.Event()
@@ -80,6 +87,7 @@ class OpenAIStub:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         came = time.perf_counter()
         seen = Seen(await request.json(), dict(request.headers), came)
+        seen.peer = request.get_extra_info("peername")
         self.seen.append(seen)
         if self.slots is not None:
             async with self.slots:
@@ -93,7 +101,7 @@ class OpenAIStub:
             error = {"error": {"message": "the queue is full", "code": "queue_full"}}
             return web.json_response(error, status=429, headers={"Retry-After": self.retry_after})
         if mode == "http_500":
-            return web.Response(status=500, text="broken")
+            return web.Response(status=500, text=self.refusal)
         if mode == "json":
             return web.json_response({"choices": [{"text": "all at once"}]})
         if mode == "drop":
@@ -116,6 +124,8 @@ class OpenAIStub:
         chat = request.path.endswith("chat/completions")
         if chat:
             await response.write(event({"delta": {"role": "assistant", "content": ""}}))
+        if self.broken:
+            await response.write(self.broken)
         count = seen.body["max_tokens"]
         next_write = seen.came + self.first_s
         for number in range(count):
@@ -125,7 +135,7 @@ class OpenAIStub:
             await response.write(event(choice))
             seen.written.append(time.perf_counter())
             next_write = seen.written[-1] + self.gap_s
-            if number == 1 and mode != "stream" and mode != "http_429":
+            if number == 1 and mode in CUT_SHORT:
                 if mode == "stall":
                     await asyncio.sleep(60)
                 if mode == "error_event":
@@ -137,12 +147,19 @@ class OpenAIStub:
         last = {"delta": {}} if chat else {"text": ""}
         await response.write(event({**last, "finish_reason": "length"}))
         if self.usage and seen.body.get("stream_options"):
-            usage = {"prompt_tokens": 7, "completion_tokens": 2 * count, "total_tokens": 0}
+            usage = {
+                "prompt_tokens": 7,
+                "completion_tokens": 2 * count,
+                "total_tokens": 0,
+                **self.counts,
+            }
             await response.write(
                 f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode()
             )
         await response.write(b"data: [DONE]\n\n")
         seen.ended = time.perf_counter()
+        if mode == "linger":
+            await asyncio.sleep(60)
 
 
 def event(choice: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from scripts import bench_serve
-from scripts.loadtest import selftest
+from scripts.loadtest import plots, selftest
 from scripts.loadtest.figures import Round, percentile
 from scripts.loadtest.records import Level
 from scripts.loadtest.result import LevelResult, RunResult
@@ -259,6 +259,8 @@ def test_a_dead_server_is_named_at_once(tmp_path: Path, capsys: Any) -> None:
         (("--shared-prefix", "2"), "from 0 to 1"),
         (("--endpoint", "chat", "--prompts", "ids", "--model", "m"), "chat takes no token ids"),
         (("--url", "localhost:8000"), "http://"),
+        (("--url", "http://[::1"), "--url http://[::1: Invalid IPv6"),
+        (("--input-len", "lognormal:5:1000"), "SIGMA of at most"),
         (("--concurrency", "9", "--requests", "4", "--model", "m"), "fewer than 9 clients busy"),
         (("--dataset", "/nowhere.jsonl", "--model", "m"), "/nowhere.jsonl"),
     ],
@@ -270,6 +272,113 @@ def test_wrong_arguments_are_advised(flags: tuple[str, ...], message: str, capsy
         code = exit.code
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "reason"),
+    [
+        ("--json", "folder", "Is a directory"),
+        ("--json", "file/a.json", "File exists: "),
+        ("--json", "/proc/nowhere/a.json", "No such file"),
+        ("--json", "x" * 300, "File name too long"),
+        ("--plots", "file", "File exists"),
+        ("--plots", "file/plots", "Not a directory"),
+        ("--plots", "taken", "Is a directory"),
+    ],
+)
+def test_results_that_have_no_place_are_refused_before_anything_is_sent(
+    stub: OpenAIStub, tmp_path: Path, capsys: Any, flag: str, name: str, reason: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "curve.png").mkdir(parents=True)
+    assert bench_serve.main(["--url", stub.url, flag, str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{flag} " in line
+    assert reason in line
+    assert stub.seen == []
+
+
+def test_a_dataset_is_refused_by_file_and_line(
+    stub: OpenAIStub, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a", "max_tokens": "x"}\n')
+    assert bench_serve.main(["--url", stub.url, "--dataset", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}, line 2: `max_tokens` is 'x'")
+    assert stub.seen == []
+
+
+SHORT = ("--concurrency", "1", "--requests", "1", "--rounds", "1", "--warmup", "0")
+
+
+def script(
+    *flags: str, out: Any = subprocess.PIPE, err: Any = subprocess.PIPE
+) -> tuple[int, str, str]:
+    """Exit code and both outputs of a process, whose streams may be files."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags], stdout=out, stderr=err, text=True, timeout=120
+    )
+    return done.returncode, done.stdout or "", done.stderr or ""
+
+
+def test_a_full_disk_takes_the_report_and_leaves_the_json(stub: OpenAIStub, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with open("/dev/full", "w") as full:
+        code, _, err = script("--url", stub.url, *SHORT, "--json", str(path), out=full)
+        assert code == 1
+        said = "error: standard output could not be written: No space left on device"
+        assert err.splitlines()[1:] == [said]  # after the round's line
+        assert json.loads(path.read_text())["levels"]
+        assert script("compare", str(path), str(path), out=full) == (1, "", f"{said}\n")
+
+
+def test_a_full_disk_takes_the_json_and_leaves_the_report(stub: OpenAIStub) -> None:
+    code, out, err = script("--url", stub.url, *SHORT, "--json", "/dev/full")
+    assert code == 1
+    assert "out tok/s" in out
+    assert "Figures:" not in out
+    said = "error: --json /dev/full could not be written: No space left on device"
+    assert err.splitlines()[1:] == [said]
+
+
+def test_progress_that_cannot_be_shown_ends_nothing(stub: OpenAIStub) -> None:
+    with open("/dev/full", "w") as full:
+        code, out, _ = script("--url", stub.url, *SHORT, err=full)
+    assert code == 0
+    assert "out tok/s" in out
+
+
+def test_plots_that_cannot_be_written_are_told_in_a_line(
+    stub: OpenAIStub, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(found: RunResult, folder: Path) -> list[Path]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plots, "draw", draw)
+    code, found = bench(stub, tmp_path, *SHORT, "--plots", str(tmp_path / "plots"))
+    assert code == 1
+    assert found["levels"]
+    assert "plots could not be written: No space left on device" in capsys.readouterr().err
+
+
+def test_an_existing_result_is_overwritten(stub: OpenAIStub, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("old" * 100_000)
+    code, found = bench(stub, tmp_path, *SHORT)
+    assert code == 0
+    assert found["levels"]
+
+
+@pytest.mark.parametrize("text", ["{}", '{"format": 1}', '{"format": 1, "levels": ' + "[" * 10**5])
+def test_comparing_what_is_no_result_is_refused_in_a_line(
+    tmp_path: Path, capsys: Any, text: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert bench_serve.main(["compare", str(path), str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path} is ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

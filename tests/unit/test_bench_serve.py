@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.loadtest.compare import compare
+from scripts.loadtest.dataset import read_dataset
 from scripts.loadtest.figures import (
     FALLS_BEHIND,
     KEEPS_UP,
@@ -28,7 +29,7 @@ from scripts.loadtest.result import LevelResult, RunResult, read, write
 from scripts.loadtest.scan import LONGEST_LINE, BadStream, StreamScan
 from scripts.loadtest.slo import Slo
 from scripts.loadtest.watch import ServerInfo, Watch, read_values
-from scripts.loadtest.workload import Lengths, Workload, poisson_arrivals, read_dataset
+from scripts.loadtest.workload import Lengths, Workload, poisson_arrivals
 
 
 def record(start: float, *pieces: float, end: float | None = None, **more: object) -> Record:

@@ -1,0 +1,82 @@
+"""Where results go: can it be written, asked before anything is sent; and writing that may fail."""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from scripts.loadtest import plots, report, result
+from scripts.loadtest.result import RunResult
+
+
+def check_writable(json_path: Path | None, plots_folder: Path | None) -> None:
+    """Makes the folders that are missing. Raises ValueError with advice; a full disk shows at the end only."""
+    if json_path is not None:
+        probe(json_path, f"--json {json_path}", "a file in a folder that you may write to")
+    if plots_folder is not None:
+        for name in plots.NAMES:
+            probe(plots_folder / name, f"--plots {plots_folder}", "a folder you may write to")
+
+
+def probe(path: Path, flag: str, wanted: str) -> None:
+    """By doing it, as permissions say little to root, and nothing of a file system that is read-only."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(path):
+            path.open("xb").close()
+            path.unlink()  # whoever finds a file may take it for a result
+        elif path.is_file() or path.is_dir():  # opening a pipe would be felt by its reader
+            path.open("ab").close()
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}"
+        raise ValueError(f"{flag}: cannot be written ({reason}), give {wanted}") from None
+
+
+def save(json_path: Path | None, plots_folder: Path | None, found: RunResult) -> bool:
+    """JSON first, then the report: it is the one that cannot be had again. False if a part was lost."""
+    is_saved = json_path is None or save_json(found, json_path)
+    lines = [report.render(found)]
+    if json_path is not None and is_saved:
+        lines.append(f"\nFigures: {json_path}")
+    is_saved &= say("\n".join(lines))
+    if plots_folder is not None:
+        is_saved &= save_plots(found, plots_folder)
+    return is_saved
+
+
+def save_json(found: RunResult, path: Path) -> bool:
+    try:
+        result.write(found, path)
+    except OSError as error:
+        return lost(f"--json {path}", error)
+    return True
+
+
+def save_plots(found: RunResult, folder: Path) -> bool:
+    try:
+        drawn = plots.draw(found, folder)
+    except ImportError:
+        return say(f"Note: {plots.ADVICE}")
+    except OSError as error:
+        return lost(f"--plots {folder}", error)
+    return all(say(f"Plot: {path}") for path in drawn)
+
+
+def say(text: str) -> bool:
+    """To standard output, at once; False if it cannot be written."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may lack characters
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        # what is left in the buffer would fail again when the interpreter ends
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        return lost("standard output", error)
+    return True
+
+
+def lost(what: str, error: OSError) -> bool:
+    with suppress(OSError):  # of standard error, perhaps on the same full disk
+        print(f"error: {what} could not be written: {error.strerror or error}", file=sys.stderr)
+    return False
