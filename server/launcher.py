@@ -50,10 +50,14 @@ DRAIN_POLL_S = 0.02
 
 EXIT_ENGINE_FAILURE = 70
 CONFIGURATION_CODES = (2, 75)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve(server: ServerConfig, engine: EngineConfig) -> int:
     """Run until stopped; returns the exit code. Raises ConfigError if the port cannot be bound."""
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, END_SIGNALS
+    )  # a supervisor's thread may hand that on
     raise_file_limit()
     listeners = bind(server.host, server.port)
     try:
@@ -96,7 +100,7 @@ class Launcher:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in END_SIGNALS:
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGHUP and self.tls is None and ignored:
                 continue  # as nohup has it: the server outlives its terminal

@@ -19,6 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from engine.api.config import ConfigError
+from server.settings_check import CANNOT_WORK
+
 PREFIX = "sluice-"
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
 LOCK = "lock"
@@ -27,12 +30,22 @@ MAX_PARENT_BYTES = 75  # a socket's address may have 107, file name included
 
 @contextmanager
 def private_run_dir() -> Iterator[str]:
-    """A directory of mode 0700, removed at the end; also removes those of servers killed earlier."""
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > MAX_PARENT_BYTES:
-        parent = "/tmp"
-    remove_abandoned(Path(parent))
-    path, lock = make_locked(parent)
+    """A directory of mode 0700, removed at the end; also removes those of servers killed earlier.
+
+    Raises ConfigError if there is no place for one.
+    """
+    try:
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > MAX_PARENT_BYTES:
+            parent = "/tmp"
+        remove_abandoned(Path(parent))
+        path, lock = make_locked(parent)
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+        raise ConfigError(
+            f"a folder for sockets cannot be made ({why}); set TMPDIR to one that can be written to",
+            CANNOT_WORK,
+        ) from None
     with lock:
         try:
             yield str(path)

@@ -63,7 +63,8 @@ def tls_context(config: ServerConfig) -> TlsContext | None:
         ("--ssl-ca-certs", config.ssl_ca_certs),
     ):
         if name and not Path(name).is_file():
-            raise ConfigError(f"{flag} {name}: there is no such file")
+            what = "is no regular file" if Path(name).exists() else "there is no such file"
+            raise ConfigError(f"{flag} {name}: {what}")
     return TlsContext(config)
 
 

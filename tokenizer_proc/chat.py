@@ -190,15 +190,24 @@ class ChatRenderer:
 
 
 def templates_of(chat_template: Any) -> dict[str, str]:
-    """By name. Tokenizers have none, one, or several, of which one may be for requests with tools."""
+    """By name. Tokenizers have none, one, or several, of which one may be for requests with tools.
+
+    Raises TokenizerLoadError for what is no text.
+    """
     if not chat_template:
         return {}
-    if isinstance(chat_template, str):
-        return {"default": chat_template}
-    named = dict(chat_template)
-    if "default" not in named:
-        named["default"] = next(iter(named.values()))
-    return named
+    named = {"default": chat_template} if isinstance(chat_template, str) else chat_template
+    if not (isinstance(named, dict) and all(is_text(text) for text in named.values())):
+        raise TokenizerLoadError(
+            f"the chat template in the tokenizer's files is no text but {chat_template!a:.80}; correct it, "
+            "or give another with --chat-template FILE"
+        )
+    return {"default": next(iter(named.values())), **named}
+
+
+def is_text(value: Any) -> bool:
+    """As it can be sent to another process: JSON may hold halves of characters."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def refusal(error: TemplateError) -> PromptError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.api.config import ConfigError
 from server.file_limit import LEAST_FILES, allowed_files, raise_file_limit
 from tests.server.conftest import ROOT
 
@@ -54,6 +55,17 @@ def test_a_low_hard_limit_is_told(limits: Limits, caplog: pytest.LogCaptureFixtu
     assert allowed_files() == 512 < LEAST_FILES
     assert "512 open files" in caplog.text
     assert "LimitNOFILE" in caplog.text
+
+
+def test_too_few_to_start(limits: Limits) -> None:
+    limits["files"] = (20, 39)
+    with pytest.raises(
+        ConfigError, match="39 open files are allowed, and the server needs 40"
+    ) as caught:
+        raise_file_limit()
+    assert caught.value.exit_code == 75
+    limits["files"] = (20, 40)
+    raise_file_limit()
 
 
 def test_a_directory_that_has_been_removed(tmp_path: Path) -> None:

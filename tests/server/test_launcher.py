@@ -218,6 +218,17 @@ def test_a_signal_offers_to_end_at_once_only_while_it_drains(
     assert ("at once" in told) == ("again" in said)
 
 
+def test_signals_that_whoever_started_it_had_blocked_end_it(model: str) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with spawned(model, *FLAGS) as server:  # the child inherits the mask
+            wait_for(server, "/live", 20)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @pytest.mark.parametrize("is_off", [False, True])
 async def test_the_log_of_rates_can_be_turned_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_off: bool

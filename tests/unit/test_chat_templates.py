@@ -11,8 +11,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.api.messages import ChatPrompt
 from tests.unit.tokenizers_for_tests import byte_level
 from tokenizer_proc import chat as chat_module
-from tokenizer_proc.chat import ChatRenderer
-from tokenizer_proc.errors import PromptError
+from tokenizer_proc.chat import ChatRenderer, templates_of
+from tokenizer_proc.errors import PromptError, TokenizerLoadError
 from tokenizer_proc.templates import TemplateError, TemplateRenderer, TemplateTimeout
 
 HI = [{"role": "user", "content": "hi"}]
@@ -178,6 +178,15 @@ def test_reasoning_of_the_history_has_the_names_that_templates_read():
     message = [{"role": "assistant", "content": "x", "reasoning_content": "because"}]
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert render("{{ messages[0]." + name + " }}", message) == "because"
+
+
+@pytest.mark.parametrize("value", [5, True, {"a": 1}, ["x"], "half \ud800", {"tool_use": "\udfff"}])
+def test_what_is_no_template_is_named_at_the_start(value):
+    with pytest.raises(
+        TokenizerLoadError, match=r"is no text but .*--chat-template FILE"
+    ) as caught:
+        templates_of(value)
+    assert str(caught.value).isascii()
 
 
 def test_a_template_for_tools_is_taken_with_tools_only():

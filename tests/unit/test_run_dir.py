@@ -1,5 +1,6 @@
 """Run directories: those of killed servers are removed, those in use never, whoever starts meanwhile."""
 
+import errno
 import fcntl
 import os
 import random
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.api.config import ConfigError
 from server import run_dir
 from server.run_dir import LOCK, make_locked, private_run_dir, remove_abandoned
 
@@ -54,6 +56,20 @@ def test_a_start_removes_what_was_abandoned_and_nothing_else(parent: Path) -> No
     assert not Path(used).exists()
     assert all((other / "notes.txt").exists() for other in others)
     assert (target / LOCK).exists()
+
+
+def test_no_place_for_a_directory(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(parent / "gone"))
+    with pytest.raises(ConfigError, match=r"gone/sluice-.*set TMPDIR") as caught, private_run_dir():
+        pass
+    assert caught.value.exit_code == 75
+
+    def none_is_usable() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none_is_usable)
+    with pytest.raises(ConfigError, match=r"found in .*; set TMPDIR"), private_run_dir():
+        pass
 
 
 def test_servers_that_start_at_once_leave_each_other_alone(parent: Path) -> None:
