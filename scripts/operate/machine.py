@@ -136,7 +136,15 @@ def check_folders(found: Findings) -> None:
         ("kernel cache", default_directory()),
     ):
         check_cache(found, name, folder)
-    parent = Path(tempfile.gettempdir())
+    check_temporary_folder(found)
+
+
+def check_temporary_folder(found: Findings) -> None:
+    try:
+        parent = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        found.fail("temporary files", str(error.strerror), "set TMPDIR to a folder with some space")
+        return
     if not os.access(parent, os.W_OK | os.X_OK):
         found.fail("temporary files", f"{parent} cannot be written", "set TMPDIR to another folder")
     elif shutil.disk_usage(parent).free < 2**20:
