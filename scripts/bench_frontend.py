@@ -17,6 +17,7 @@ Client and stand-in use the same cores, so CPU time per 1,000 tokens says more t
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,14 +34,18 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from engine.api.process import die_with_parent  # noqa: E402
 from scripts.frontend.client import Job, Result  # noqa: E402
 from scripts.frontend.figures import Level, level_of, percentile  # noqa: E402
 from scripts.frontend.processes import CpuWatch, find_processes  # noqa: E402
 from scripts.frontend.word_clock import WordClock  # noqa: E402
-from scripts.operate.server_process import free_port  # noqa: E402
+from scripts.loadtest.options import advised, at_least_one, positive  # noqa: E402
+from scripts.operate.server_process import free_port, interrupt_on_sigterm  # noqa: E402
+from server.command import INTERRUPTED  # noqa: E402
 from server.default_model import BarProgress, ensure_default_model  # noqa: E402
 
 START_LIMIT_S = 60.0
+LEAST_STEPS = 2  # of a level: its first and its last token
 PROMPT = "What is the capital of France? " * 4
 NAMES = ("server", "tokenizer_proc", "engine", "client")
 
@@ -50,7 +56,14 @@ def running_server(model: str, log: Path) -> Iterator[tuple[int, int]]:
     port = free_port()
     command = [sys.executable, "-m", "scripts.frontend.serve", model, "--port", str(port)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for this program, which then ends the server
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
     try:
         wait_ready(port, process)
         yield port, process.pid
@@ -96,8 +109,8 @@ class Bench:
         )
 
     def level(self, tokens_per_s: float) -> Level:
-        step_us = round(self.streams / tokens_per_s * 1e6)
-        job = self.job(self.streams, int(self.seconds * 1e6 / step_us), step_us)
+        step_us, tokens = steps_of(self.streams, tokens_per_s, self.seconds)
+        job = self.job(self.streams, tokens, step_us)
         watch = CpuWatch(self.pids)
         watch.start()
         try:
@@ -111,6 +124,12 @@ class Bench:
         return run_client(self.job(1, 2, 10_000, requests))
 
 
+def steps_of(streams: int, tokens_per_s: float, seconds: float) -> tuple[int, int]:
+    """Microseconds of a step, and how many there are."""
+    step_us = max(1, round(streams / tokens_per_s * 1e6))
+    return step_us, int(seconds * 1e6 / step_us)
+
+
 def run_client(job: Job) -> Result:
     """Raises RuntimeError when the client failed."""
     done = subprocess.run(
@@ -119,6 +138,8 @@ def run_client(job: Job) -> Result:
         input=msgspec.json.encode(job),
         stdout=subprocess.PIPE,
         check=True,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
     )
     result = msgspec.json.decode(done.stdout, type=Result)
     if result.problem:
@@ -160,49 +181,97 @@ def climb(bench: Bench, start: float, factor: float) -> float:
     return best
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--model", metavar="DIR", help="whose tokenizer to use; its weights are not"
     )
     parser.add_argument(
         "--streams",
-        type=int,
+        type=at_least_one,
         default=256,
         help="requests at a time, which share the tokens/s (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=finite,
         default=4.0,
         help="length of each level; more gives steadier figures (default: %(default)s)",
     )
     parser.add_argument(
         "--tokens-per-s",
-        type=float,
+        type=finite,
         nargs="*",
         help="measure these levels instead of searching for the highest that is sustained",
     )
     parser.add_argument(
         "--start",
-        type=float,
+        type=finite,
         default=8000,
         help="tokens/s of the first level of the search (default: %(default)s)",
     )
     parser.add_argument(
         "--factor",
-        type=float,
+        type=above_one,
         default=1.15,
         help="from one level of the search to the next; nearer to 1 is finer, and takes longer "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--requests",
-        type=int,
+        type=at_least_one,
         default=300,
         help="requests, one at a time, for the added TTFT (default: %(default)s)",
     )
+    return parser
+
+
+@advised
+def finite(text: str) -> float:
+    value: float = positive(text)
+    if value == math.inf:
+        raise ValueError(f"{text!r}: give a number that is not infinite")
+    return value
+
+
+@advised
+def above_one(text: str) -> float:
+    """Any other factor would measure the same level for ever."""
+    value: float = finite(text)
+    if value <= 1:
+        raise ValueError(f"{text!r}: give a number above 1, as each level is higher than the last")
+    return value
+
+
+def check_levels(args: argparse.Namespace) -> None:
+    """Raises ValueError for a level that would end before it can be measured."""
+    flag, levels = (
+        ("--tokens-per-s", args.tokens_per_s) if args.tokens_per_s else ("--start", [args.start])
+    )
+    for rate in levels:
+        if steps_of(args.streams, rate, args.seconds)[1] < LEAST_STEPS:
+            raise ValueError(
+                f"{flag} {rate:g}: {args.streams} streams get less than {LEAST_STEPS} tokens each of it "
+                f"in {args.seconds:g} s: raise it or --seconds, or lower --streams"
+            )
+
+
+def main() -> int:
+    parser = build_parser()
     args = parser.parse_args()
+    try:
+        check_levels(args)
+    except ValueError as error:
+        parser.error(str(error))
+    interrupt_on_sigterm()
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("interrupted: the levels above were measured", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(args: argparse.Namespace) -> int:
     model = args.model or str(ensure_default_model(BarProgress()))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.streams} streams")
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:

@@ -1,7 +1,9 @@
 """The front end's benchmark: its clock of words, its stand-in for the engine, its client, a short run."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from scripts.frontend.engine import Steps
 from scripts.frontend.processes import CpuWatch, find_processes
 from scripts.frontend.word_clock import TICK_NS, WordClock
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.processes import children_of, is_alive
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MS = 1_000_000
@@ -213,3 +217,69 @@ def test_a_short_run(tmp_path: Path) -> None:
     row = done.stdout.splitlines()[-1].split()
     assert 0 < float(row[0]) < 400
     assert row[1] == "200"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_behind(tmp_path: Path, number: int) -> None:
+    """However it ends in the middle of a level; Ctrl-C reaches the whole group of a terminal."""
+    model, folders = make_tiny("llama", tmp_path / "model"), tmp_path / "folders"
+    folders.mkdir()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(ROOT / "scripts/bench_frontend.py"), "--model", model),
+            *("--streams", "2", "--seconds", "600", "--tokens-per-s", "20", "--requests", "1"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folders), "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    started: list[int] = []
+    try:
+        assert process.stdout is not None
+        while "CPU ms per 1,000 tokens" not in (line := process.stdout.readline()):
+            assert line, "it ended before the first level"
+        wait_until(lambda: len(children_of(process.pid)) == 2)  # the server and the client
+        direct = children_of(process.pid)
+        started = [*direct, *(pid for child in direct for pid in children_of(child))]
+        assert len(started) == 4
+        os.killpg(process.pid, number)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    wait_until(lambda: not any(map(is_alive, started)))
+    if number != signal.SIGKILL:
+        assert told == "interrupted: the levels above were measured\n"
+        assert process.returncode == 130
+        assert list(folders.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (["--streams", "0"], "'0': give a whole number of at least 1"),
+        (["--tokens-per-s", "0"], "'0': give a number above 0"),
+        (["--tokens-per-s", "100", "-5"], "'-5': give a number above 0"),
+        (["--tokens-per-s", "nan"], "'nan': give a number above 0"),
+        (["--seconds", "0"], "'0': give a number above 0"),
+        (["--seconds", "inf"], "not infinite"),
+        (["--requests", "0"], "at least 1"),
+        (["--start", "-1"], "above 0"),
+        (["--factor", "1"], "'1': give a number above 1"),
+        (["--tokens-per-s", "8000", "9"], "--tokens-per-s 9: 256 streams get less than 2 tokens"),
+        (["--start", "10"], "raise it or --seconds, or lower --streams"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_start(
+    wrong: list[str],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_frontend.py", *wrong])
+    monkeypatch.setattr(bench_frontend, "run", lambda args: pytest.fail("it started"))
+    with pytest.raises(SystemExit) as end:
+        bench_frontend.main()
+    assert end.value.code == 2
+    assert advice in capsys.readouterr().err
