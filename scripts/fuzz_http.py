@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.fuzz.run import Unusable, fuzz
+from scripts.loadtest.options import at_least_one, count
 
 
 def main() -> int:
@@ -24,7 +25,7 @@ def main() -> int:
     parser.add_argument("url", help="the server; it needs no key")
     parser.add_argument(
         "--requests",
-        type=int,
+        type=at_least_one,
         default=20_000,
         metavar="N",
         help="how many to send (default: %(default)s)",
@@ -38,15 +39,20 @@ def main() -> int:
     )
     parser.add_argument(
         "--workers",
-        type=int,
+        type=at_least_one,
         default=8,
         metavar="N",
         help="connections at a time (default: %(default)s)",
     )
     parser.add_argument(
-        "--only", type=int, metavar="N", help="send only the request of this number"
+        "--only", type=count, metavar="N", help="send only the request of this number"
     )
     args = parser.parse_args()
+    if args.only is not None and args.only >= args.requests:
+        parser.error(
+            f"--only {args.only}: a run of --requests {args.requests} has the numbers 0 to "
+            f"{args.requests - 1}; give the --requests of the run that you mean"
+        )
     try:
         report = asyncio.run(fuzz(args.url, args.requests, args.seed, args.workers, args.only))
     except Unusable as error:

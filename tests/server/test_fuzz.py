@@ -3,10 +3,12 @@
 import asyncio
 import random
 import socket
+import sys
 
 import jsonschema
 import pytest
 
+from scripts import fuzz_http
 from scripts.fuzz.bodies import Bodies
 from scripts.fuzz.judge import judge, read_answers
 from scripts.fuzz.run import Said, Target, Unusable, fuzz, stream_text
@@ -51,6 +53,26 @@ async def test_without_a_server_it_gives_advice() -> None:
     async with running_site(api_key=["secret"]) as site:
         with pytest.raises(Unusable, match="needs no key"):
             await fuzz(site.url, 1, seed=0, workers=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(["--workers", "0"], ["--workers", "-1"], ["--requests", "0"], ["--requests", "-1"]),
+        *(["--only", "-1"], ["--requests", "10", "--only", "10"]),
+    ],
+)
+def test_a_run_that_would_send_nothing_is_refused(
+    wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz_http.py", "http://127.0.0.1:9", *wrong])
+    monkeypatch.setattr(fuzz_http, "fuzz", lambda *args: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as end:
+        fuzz_http.main()
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert f"{wrong[-2]}" in told
+    assert wrong[-1] in told
 
 
 async def test_a_server_that_ends_on_the_way_is_a_finding(tmp_path) -> None:
