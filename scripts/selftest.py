@@ -78,10 +78,12 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if found.has_failed else 0
 
 
-def check(found: Any, args: argparse.Namespace, url: str, key: str, names: list[str]) -> None:
+def check(
+    found: Any, args: argparse.Namespace, url: str, key: str, names: list[str], verify: bool = True
+) -> None:
     from scripts.operate.selftest_run import run_checks
 
-    asyncio.run(run_checks(found, url, key, args.name, args.timeout, names))
+    asyncio.run(run_checks(found, url, key, args.name, args.timeout, names, verify))
 
 
 def check_own(found: Any, args: argparse.Namespace, flags: list[str], names: list[str]) -> None:
@@ -94,7 +96,7 @@ def check_own(found: Any, args: argparse.Namespace, flags: list[str], names: lis
     ):
         server.wait_ready(START_TIMEOUT_S)
         found.add(Finding("pass", "start", f"{server.url} is ready", ms=1e3 * server.ready_s))
-        check(found, args, server.url, server.key, names)
+        check(found, args, server.url, server.key, names, verify=False)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,17 @@ from scripts.operate.probe_client import CheckFailed, CheckSkipped, Client
 
 
 async def run_checks(
-    found: Findings, url: str, key: str, model: str, timeout_s: float, names: list[str]
+    found: Findings,
+    url: str,
+    key: str,
+    model: str,
+    timeout_s: float,
+    names: list[str],
+    verify: bool = True,
 ) -> None:
-    """Raises CheckFailed if the server cannot be reached at all."""
+    """Raises CheckFailed if the server cannot be reached at all. `verify`: check its certificate."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connector = aiohttp.TCPConnector(force_close=True)
+    connector = aiohttp.TCPConnector(force_close=True, ssl=verify)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
         client = Client(url, session, model, timeout_s)
         client.model = model or await first_model(client)

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,13 +20,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from engine.api.config import ConfigError
 from engine.api.process import die_with_parent
+from server.cli import parse
 from server.config import ADMIN_KEY_VARIABLE, REPOSITORY, child_environment
 
 POLL_S = 0.1
 END_PATIENCE_S = 15.0  # after SIGTERM
 SHOWN_LINES = 5  # of the log of a server that failed
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+ANY_CERTIFICATE = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # theirs names another host than loopback
+ANY_CERTIFICATE.check_hostname = False
+ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
+DIRECT = urllib.request.build_opener(
+    urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ANY_CERTIFICATE)
+)
 
 
 class ServerFailed(Exception):
@@ -39,14 +47,15 @@ class ServerFailed(Exception):
 class ServerProcess:
     """Use as a context manager; then `wait_ready`.
 
-    `flags` are those of serve.py. `key` opens every path of it.
+    `flags` are those of serve.py; with a certificate among them `url` is https. `key` opens every path.
     """
 
     def __init__(self, flags: list[str], log: Path) -> None:
+        """Raises ServerFailed for a server that would not let us in."""
         self.flags = flags
         self.log = log
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{scheme_of(flags)}://127.0.0.1:{self.port}"
         self.key = secrets.token_hex(16)
         self.process: subprocess.Popen[bytes] | None = None
         self.ready_s = 0.0  # how long the start took
@@ -93,6 +102,21 @@ class ServerProcess:
     def tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-SHOWN_LINES:])
+
+
+def scheme_of(flags: list[str]) -> str:
+    """Of a server with these flags, its --config included. Raises ServerFailed."""
+    try:
+        server, _ = parse(flags)
+    except ConfigError:
+        return "http"  # the server will say what is wrong, better than a wait for it
+    if server.ssl_certfile and server.ssl_cert_reqs == ssl.CERT_REQUIRED:
+        raise ServerFailed(
+            f"--ssl-cert-reqs {server.ssl_cert_reqs}: this program has no certificate to show; give "
+            "--ssl-cert-reqs 1 as well, which lets clients in without one",
+            2,
+        )
+    return "https" if server.ssl_certfile else "http"
 
 
 def free_port() -> int:

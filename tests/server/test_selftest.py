@@ -19,6 +19,7 @@ from scripts.operate.selftest_run import run_checks
 from scripts.operate.server_process import ServerFailed, ServerProcess
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.processes import is_alive
+from tests.server import certificates
 from tests.server.conftest import ROOT, Site
 from tests.server.fake_backend import Script
 from tests.waiting import eventually
@@ -40,6 +41,24 @@ def test_a_server_of_its_own_passes(model: str, capsys: pytest.CaptureFixture[st
     assert {one["name"] for one in told["findings"]} == {"start", *CHECKS}
     skipped = {one["name"] for one in told["findings"] if one["level"] == "skip"}
     assert skipped <= {"stop strings"}, "random text may hold nothing to stop at"
+
+
+def test_a_server_of_its_own_may_speak_tls(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its certificate is for another name, and of nobody whom we trust."""
+    certificate, key = certificates.write_first(tmp_path)
+    file = tmp_path / "server.yaml"
+    file.write_text(f"ssl-certfile: {certificate}\nssl-keyfile: {key}\nkv-cache-gib: 0.01\n")
+    flags = [model, "--config", str(file), "--max-model-len", "128"]
+    code = selftest.main([*flags, "--json", "--only", "models", "errors"])
+    told = json.loads(capsys.readouterr().out)
+    assert code == 0, told
+    assert "https://" in told["findings"][0]["detail"]
+
+    client = [*flags, "--ssl-ca-certs", certificate, "--ssl-cert-reqs", "2"]
+    assert selftest.main(client) == 2
+    assert "--ssl-cert-reqs 2: this program has no certificate" in capsys.readouterr().err
 
 
 async def levels(site: Site, *names: str) -> dict[str, tuple[str, str]]:

@@ -15,6 +15,7 @@ from scripts.operate.trial import Bench, LoadFailed, Trial, run_group, scores_of
 from scripts.operate.verdict import decide, report, write_config
 from server.cli import parse
 from tests.engine_cpu.tiny_models import make_tiny
+from tests.server import certificates
 
 INFO = {
     "limits": {
@@ -236,7 +237,9 @@ def test_a_real_trial(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model")
     flags = ["--concurrency", "2", "--input-len", "16", "--output-len", "8", "--ignore-eos"]
     load = [*flags, "--token-ids", "10:500", "--warmup", "1"]
-    serve = [model, "--dtype", "float32", "--kv-cache-gib", "0.1"]
+    certificate, key = certificates.write_first(tmp_path)  # as the load test would not trust it,
+    tls = ["--ssl-certfile", certificate, "--ssl-keyfile", key]  # trials go over plain HTTP
+    serve = [model, "--dtype", "float32", "--kv-cache-gib", "0.1", *tls]
     bench = Bench(load, serve, 1, "output_tps", tmp_path)
     trial, info = bench.run(Candidate(BASELINE), 0, 1.0)
     assert len(trial.scores) == 3
