@@ -11,6 +11,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.operate.output import say, telling
+
 DESCRIPTION = """Look at the machine, the installation and a model, and say what would stop a start or
 make it slow, with a remedy. Nothing is started or changed.
 
@@ -18,7 +20,7 @@ make it slow, with a remedy. Nothing is started or changed.
   doctor.py DIR [flags of serve.py]      the start that `serve.py DIR ...` would be
   doctor.py DIR --gpu-memory 80          what a GPU of 80 GiB would do with the model, without one"""
 EPILOG = """DIR, --config and all flags of serve.py mean what they do there.
-Exit code: 0; 1 if something fails; 2 for a wrong command."""
+Exit code: 0; 1 if something fails; 2 for a wrong command, or if this cannot be written."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,11 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if args.json:
-        print(found.as_json(memory=[list(row) for row in rows]))
+        say(found.as_json(memory=[list(row) for row in rows]))
     else:
         for name, value in rows:
-            print(f"{name:>22}  {value}")
-        print(f"\n{found.count('warn')} warnings, {found.count('fail')} failures")
+            say(f"{name:>22}  {value}")
+        say(f"\n{found.count('warn')} warnings, {found.count('fail')} failures")
     return 1 if found.has_failed else 0
 
 
@@ -125,4 +127,4 @@ def examine(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(telling(main))

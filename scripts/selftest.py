@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.operate.output import say, telling
 from server.command import run_command
 
 DESCRIPTION = """Ask a server for everything that clients rely on, and compare the answers: streamed and
@@ -20,7 +21,8 @@ whole, with seeds, stop strings, log-probabilities, wrong requests, clients that
 
   selftest.py --url http://127.0.0.1:8000      a server that runs
   selftest.py [DIR] [flags of serve.py]        starts one, and ends it afterwards"""
-EPILOG = "Exit code: 0; 1 if a check fails, or the server does not start; 2 for a wrong command."
+EPILOG = """Exit code: 0; 1 if a check fails, or the server does not start; 2 for a wrong command, or if this
+cannot be written."""
 START_TIMEOUT_S = 600.0
 
 
@@ -71,10 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if args.json:
-        print(found.as_json())
+        say(found.as_json())
     else:
         counts = [f"{found.count(level)} {level}" for level in ("pass", "fail", "skip")]
-        print(f"\n{', '.join(counts)}")
+        say(f"\n{', '.join(counts)}")
     return 1 if found.has_failed else 0
 
 
@@ -100,4 +102,4 @@ def check_own(found: Any, args: argparse.Namespace, flags: list[str], names: lis
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("selftest.py", main))
+    sys.exit(run_command("selftest.py", lambda: telling(main)))

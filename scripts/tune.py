@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.loadtest import options
+from scripts.operate.output import say, telling
 from server.command import run_command
 
 DESCRIPTION = """Find settings of serve.py that are better for your load than those it takes by itself:
@@ -155,13 +156,14 @@ def run(args: argparse.Namespace, load: Any, load_flags: list[str], serve_flags:
         lambda info: tries or own_candidates(info, shape, fixed),
         60 * args.budget_minutes,
         FIGURES[figure],
+        say,
     )
     search.run()
     verdict = decide(search)
     text = report(search, verdict)
     (args.out / "report.txt").write_text(text + "\n", encoding="utf-8")
     write_config(args.out / "config.yaml", search, verdict, given, load_flags)
-    print(f"\n{text}\n\nStart it so: python scripts/serve.py --config {args.out / 'config.yaml'}")
+    say(f"\n{text}\n\nStart it so: python scripts/serve.py --config {args.out / 'config.yaml'}")
     return 0
 
 
@@ -186,4 +188,4 @@ def flags_given(serve_flags: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("tune.py", main))
+    sys.exit(run_command("tune.py", lambda: telling(main)))

@@ -1,9 +1,10 @@
 """What a tool found, line by line, for people and for programs."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any
+
+from scripts.operate.output import is_terminal, say
 
 COLORS = {"ok": "32", "pass": "32", "warn": "33", "fail": "31", "skip": "2"}
 NAME_WIDTH = 16
@@ -30,17 +31,15 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Prints each line as it comes, unless `quiet`."""
+    """Prints each line as it comes, unless `quiet`; then `add` may raise OutputLost."""
 
     quiet: bool = False
     all: list[Finding] = field(default_factory=list)
-    stream: TextIO = sys.stdout
 
     def add(self, finding: Finding) -> None:
         self.all.append(finding)
         if not self.quiet:
-            for line in finding.lines(self.stream.isatty()):
-                print(line, file=self.stream, flush=True)
+            say("\n".join(finding.lines(is_terminal())))
 
     def ok(self, name: str, detail: str) -> None:
         self.add(Finding("ok", name, detail))
