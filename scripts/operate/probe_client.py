@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,23 @@ def expect(condition: object, message: str) -> None:
     """Raises CheckFailed unless the condition holds."""
     if not condition:
         raise CheckFailed(message)
+
+
+# What an operator may have limited, as the server says it; from so much on the checks have enough.
+LIMITS = (
+    (re.compile(r"maximum context length is (\d+) tokens"), 2048),
+    (re.compile(r"is limited to (\d+) by this server \(--max-"), 3),
+)
+
+
+def check_ok(status: int, answer: Any) -> None:
+    """Raises CheckSkipped for a request above a limit of this server, CheckFailed for any other refusal."""
+    if status == 400 and isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+        message = str(answer["error"].get("message"))
+        for pattern, enough in LIMITS:
+            if (found := pattern.search(message)) and int(found[1]) < enough:
+                raise CheckSkipped(f"above a limit of this server: {message}")
+    expect(status == 200, f"status {status}: {answer}")
 
 
 @dataclass
@@ -64,12 +82,12 @@ class Client:
         status, answer = await self.post("/v1/chat/completions", **fields)
         if status == 400 and "template" in str(answer.get("error", {}).get("message")):
             raise CheckSkipped("the model has no chat template")
-        expect(status == 200, f"status {status}: {answer}")
+        check_ok(status, answer)
         return answer
 
     async def good(self, path: str, **body: Any) -> dict[str, Any]:
         status, answer = await self.post(path, **body)
-        expect(status == 200, f"status {status}: {answer}")
+        check_ok(status, answer)
         return answer
 
     async def events(self, path: str, **body: Any) -> AsyncIterator[dict[str, Any]]:
@@ -81,7 +99,8 @@ class Client:
             self.session.post(self.url + path, json=fields) as response,
         ):
             kind = response.headers.get("Content-Type", "")
-            expect(response.status == 200, f"status {response.status}: {await text_of(response)}")
+            if response.status != 200:
+                check_ok(response.status, decoded(await response.text()))
             expect(kind.startswith("text/event-stream"), f"Content-Type is {kind!r}")
             async for line in response.content:
                 if line.startswith(b"data: [DONE]"):
@@ -91,5 +110,9 @@ class Client:
         expect(done, "the stream ended without [DONE]")
 
 
-async def text_of(response: aiohttp.ClientResponse) -> str:
-    return (await response.text())[:200] if response.status != 200 else ""
+def decoded(text: str) -> Any:
+    """As JSON; the beginning of what is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text[:200]

@@ -14,13 +14,13 @@ from engine.api.messages import Generate, TextPrompt
 from scripts import selftest
 from scripts.operate.checks import CHECKS
 from scripts.operate.findings import Findings
-from scripts.operate.probe_client import CheckFailed
+from scripts.operate.probe_client import CheckFailed, check_ok
 from scripts.operate.selftest_run import run_checks
 from scripts.operate.server_process import ServerFailed, ServerProcess
 from tests.engine_cpu.tiny_models import make_tiny
 from tests.processes import is_alive
 from tests.server import certificates
-from tests.server.conftest import ROOT, Site
+from tests.server.conftest import ROOT, Site, running_site
 from tests.server.fake_backend import Script
 from tests.waiting import eventually
 
@@ -72,6 +72,38 @@ async def test_what_does_not_depend_on_a_model_passes(site: Site) -> None:
     assert {level for level, _ in found.values()} == {"pass"}
 
 
+async def test_what_the_operator_limits_is_skipped() -> None:
+    async with running_site(max_n=1, max_logprobs=0) as site:
+        site.backend.script = lambda generate: Script(pieces=[f"seed {generate.params.seed}"])
+        found = await levels(site, "logprobs", "seeds")
+    assert found["logprobs"][0] == "skip"
+    assert "logprobs is limited to 0 by this server (--max-logprobs)" in found["logprobs"][1]
+    assert found["seeds"][0] == "pass"
+    assert "not n=3" in found["seeds"][1]
+    assert "(--max-n)" in found["seeds"][1]
+
+
+def test_what_a_short_context_has_no_room_for_is_skipped(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max-model-len", "16", "--kv-cache-gib", "0.01", "--dtype", "float32"]
+    code = selftest.main([model, "--json", *flags])
+    told = json.loads(capsys.readouterr().out)
+    assert code == 0, told
+    found = {one["name"]: one for one in told["findings"]}
+    assert {name for name, one in found.items() if one["level"] == "pass"} >= {"models", "errors"}
+    for name in ("completion", "streaming", "prefix cache", "disconnect", "concurrency"):
+        assert found[name]["level"] == "skip"
+        assert "maximum context length is 16 tokens" in found[name]["detail"]
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_a_refusal_by_a_limit_that_is_high_enough_is_a_failure(length: int) -> None:
+    message = f"this model's maximum context length is {length} tokens"
+    with pytest.raises(CheckFailed, match="status 400"):
+        check_ok(400, {"error": {"message": message}})
+
+
 async def test_wrong_answers_are_caught(site: Site) -> None:
     count = 0
 
@@ -112,8 +144,6 @@ async def test_a_stream_without_an_answer_is_a_failure(site: Site) -> None:
 
 
 async def test_nobody_there_and_no_key() -> None:
-    from tests.server.conftest import running_site
-
     with pytest.raises(CheckFailed, match="nothing answers"):
         await run_checks(Findings(quiet=True), "http://127.0.0.1:9", "", "", 1.0, ["models"])
     async with running_site(api_key=["secret"]) as site:
