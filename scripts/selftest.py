@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.loadtest.options import positive
 from scripts.operate.output import say, telling
 from server.command import run_command
 
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--api-key", default="", metavar="KEY", help="of that server")
     add("--name", default="", help="the served model to ask for (default: the first)")
     add("--only", nargs="+", metavar="CHECK", help="these checks, by their names in the output")
-    add("--timeout", type=float, default=60.0, metavar="S", help="of one request (default: 60)")
+    add("--timeout", type=positive, default=60.0, metavar="S", help="of one request (default: 60)")
     add("--json", action="store_true", help="print one JSON object, for programs")
     return parser
 
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args, flags = parser.parse_known_args(argv)
-    if args.url and flags:
+    if args.url is not None and flags:
         parser.error(
             f"{flags[0]}: flags of a server are for one that is started here, without --url"
         )
@@ -60,11 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         parser.error(f"--only {unknown[0]!r}: checks are {', '.join(map(repr, CHECKS))}")
+    url, key = address(parser, args)
     found = Findings(quiet=args.json)
     interrupt_on_sigterm()
     try:
-        if args.url:
-            check(found, args, args.url.rstrip("/").removesuffix("/v1"), args.api_key, names)
+        if url:
+            check(found, args, url, key, names)
         else:
             check_own(found, args, flags, names)
     except (CheckFailed, ServerFailed) as error:
@@ -78,6 +80,25 @@ def main(argv: list[str] | None = None) -> int:
         counts = [f"{found.count(level)} {level}" for level in ("pass", "fail", "skip")]
         say(f"\n{', '.join(counts)}")
     return 1 if found.has_failed else 0
+
+
+def address(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, str]:
+    """URL, without /v1, and key of a running server; both empty where one is to be started."""
+    if args.url is None:
+        return "", ""
+    if not args.url.strip():
+        parser.error(
+            "--url is empty: give a server's address, or leave it out to test one started here"
+        )
+    from engine.api.config import ConfigError
+    from scripts.loadtest.run import base_of
+    from server.access import check_key
+
+    try:
+        key = check_key("--api-key", args.api_key) if args.api_key else ""
+        return base_of(args.url), key
+    except (ConfigError, ValueError) as error:
+        parser.error(str(error))
 
 
 def check(

@@ -33,9 +33,15 @@ async def run_checks(
 async def first_model(client: Client) -> str:
     try:
         status, body = await client.get("/v1/models")
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except aiohttp.ClientSSLError as error:
         raise CheckFailed(
-            f"nothing answers at {client.url} ({error}): is the server started, and is this its address?"
+            f"TLS to {client.url} fails ({error}): is it a server with a certificate? One that this "
+            "machine does not trust can be named in the environment's SSL_CERT_FILE"
+        ) from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {client.timeout_s:g} s"
+        raise CheckFailed(
+            f"nothing answers at {client.url} ({reason}): is the server started, and is this its address?"
         ) from None
     if status == 401:
         raise CheckFailed(f"{client.url} asks for a key: give --api-key")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,33 @@ def test_a_server_of_its_own_may_speak_tls(
     client = [*flags, "--ssl-ca-certs", certificate, "--ssl-cert-reqs", "2"]
     assert selftest.main(client) == 2
     assert "--ssl-cert-reqs 2: this program has no certificate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (["--url", ""], "--url is empty"),
+        (["--url", "127.0.0.1:8000"], "begin it with http:// or https://"),
+        (["--url", "http://"], "write http://HOST:PORT"),
+        (["--url", "http://h:99999"], "--url http://h:99999: Port out of range"),
+        (["--url", "http://h", "--api-key", "a\nb"], "--api-key: a key has letters, digits"),
+        (["--timeout", "-1"], "'-1': give a number above 0"),
+        (["--timeout", "0"], "'0': give a number above 0"),
+        (["--timeout", "nan"], "'nan': give a number above 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    wrong: list[str],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("check", "check_own"):
+        monkeypatch.setattr(selftest, name, lambda *args: pytest.fail("it started"))
+    with pytest.raises(SystemExit) as end:
+        selftest.main(wrong)
+    assert end.value.code == 2
+    assert advice in capsys.readouterr().err
 
 
 async def levels(site: Site, *names: str) -> dict[str, tuple[str, str]]:
@@ -141,6 +169,20 @@ async def test_a_stream_without_an_answer_is_a_failure(site: Site) -> None:
     await run_checks(found, site.url, "", "", 0.5, ["completion"])
     assert found.all[0].level == "fail"
     assert "no answer within" in found.all[0].detail
+
+
+async def test_a_server_that_does_not_speak_is_told_from_none(tmp_path: Path) -> None:
+    async def ask(url: str) -> None:
+        await run_checks(Findings(quiet=True), url, "", "", 0.2, ["models"])
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes connections
+        port = silent.getsockname()[1]
+        with pytest.raises(CheckFailed, match=r"nothing answers .*\(no answer within 0.2 s\)"):
+            await ask(f"http://127.0.0.1:{port}")
+    certificate, key = certificates.write_first(tmp_path)
+    async with running_site(ssl_certfile=certificate, ssl_keyfile=key) as site:
+        with pytest.raises(CheckFailed, match=r"TLS to .*SSL_CERT_FILE"):
+            await ask(site.url)
 
 
 async def test_nobody_there_and_no_key() -> None:
