@@ -90,6 +90,7 @@ def examine(
 ) -> list[tuple[str, str]]:
     """All checks, in order; returns the rows of the predicted start-up table."""
     from engine.api.config import ConfigError
+    from scripts.operate.certificate import check_certificate
     from scripts.operate.installation import check_installation
     from scripts.operate.machine import check_machine
     from scripts.operate.model_folder import check_model_folder
@@ -102,6 +103,7 @@ def examine(
         found.ok("settings", "agree with each other")
     except ConfigError as error:
         found.fail("settings", str(error), "change the flag named")
+    check_certificate(found, server)
     model = check_model_folder(found, server, engine)
     if model is None or not probe:
         return []

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,13 @@ from engine.memory import GIB
 from engine.models.config import ModelConfig
 from engine.weights.loader import cpu_weight_bytes, load_model, weight_bytes
 from scripts import doctor
-from scripts.operate import installation, machine
+from scripts.operate import certificate, installation, machine
 from scripts.operate.findings import Findings
 from scripts.operate.memory_table import predict_cpu, predict_gpu
 from scripts.operate.model_folder import check_model_folder
 from server.config import ServerConfig
 from tests.engine_cpu.tiny_models import copy_model, edit_config, make_tiny
+from tests.server import certificates
 
 SCRIPT = Path(doctor.__file__)
 
@@ -169,6 +171,35 @@ def test_blocks_that_are_asked_for_are_predicted(model: str) -> None:
         predicted(num_blocks=9_000_000)
     with pytest.raises(ConfigError, match=r"one sequence of 512 .* --num-blocks 8"):
         predicted(num_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("today", "level", "words"),
+    [
+        ("2019-12-31", "warn", "is not valid before 2020-01-01"),
+        ("2020-01-02", "ok", "is valid until 2120-01-01"),
+        ("2119-12-20", "warn", "expires soon, on 2120-01-01"),
+        ("2120-01-01", "warn", "is expired since 2120-01-01"),
+    ],
+)
+def test_the_days_of_a_certificate(
+    today: str, level: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime.fromisoformat(f"{today}T12:00+00:00").timestamp()
+    monkeypatch.setattr(certificate.time, "time", lambda: now)
+    file, key = certificates.write_first(tmp_path)
+    found = Findings(quiet=True)
+    certificate.check_certificate(found, ServerConfig(ssl_certfile=file, ssl_keyfile=key))
+    (one,) = found.all
+    assert (one.level, one.detail) == (level, f"{file} {words}")
+
+
+def test_without_a_certificate_its_days_are_not_told(tmp_path: Path) -> None:
+    found = Findings(quiet=True)
+    (tmp_path / "no.crt").write_text("nothing")
+    for file in ("", str(tmp_path / "no.crt"), str(tmp_path / "missing")):
+        certificate.check_certificate(found, ServerConfig(ssl_certfile=file))
+    assert found.all == []
 
 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
