@@ -11,7 +11,6 @@ its arithmetic at the other, whichever is longer. The cases are in scripts/bench
 
 import argparse
 import importlib
-import json
 import pkgutil
 import sys
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch  # noqa: E402
 
 from scripts import bench_cases  # noqa: E402
 from scripts.bench_cases import Case, measure  # noqa: E402
+from scripts.bench_command import parse, run_benchmark, save  # noqa: E402
 
 SMALL_BYTES = 4 << 20  # below, data would be in L2 in a real step too
 LARGE_BYTES = 128 << 20  # above, a launch takes so long that a graph may have a single one
@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path, help="write the results here as well")
-    options = parser.parse_args()
+    options = parse(parser)
     if not torch.cuda.is_available():
         print("bench_kernels.py measures CUDA kernels and finds no CUDA device", file=sys.stderr)
         return 1
@@ -107,16 +107,14 @@ def main() -> int:
             f"{result.tflop_per_s:8.1f} {100 * result.of_limit:7.1f}%",
             flush=True,
         )
-    if options.json is not None:
-        record = {
-            "card": card,
-            "copy_gb_per_s": bandwidth / 1e9,
-            "matmul_tflop_per_s": rate / 1e12,
-            "cases": [vars(result) for result in results],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 1 if failures else 0
+    record = {
+        "card": card,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "matmul_tflop_per_s": rate / 1e12,
+        "cases": [vars(result) for result in results],
+    }
+    return 0 if save(options.json, record) and not failures else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

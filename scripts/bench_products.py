@@ -10,7 +10,6 @@ Then whatever is more than 3% slower than the fastest. The estimates that choose
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,8 @@ from engine.ops.hopper import device_of
 from engine.ops.rms_norm import rms_norm
 from engine.ops.wide_gemm_sm90 import Product
 from scripts.bench_cases import measure
+from scripts.bench_command import parse, run_benchmark, save, with_quiet_children
+from scripts.loadtest.options import at_least_one
 
 BF16 = torch.bfloat16
 EPS = 1e-6
@@ -129,7 +130,7 @@ def compile_all(models: list[str], rows: list[int]) -> None:
                 plan = narrow.make_plan(columns, p.n, p.k, device_of(), p.gated)
                 if plan is not None:
                     specs.append(narrow.variant(plan, BF16, p.normed, p.float_out))
-    jit.prebuild(specs)
+    with_quiet_children(lambda: jit.prebuild(specs))
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = f"some of {', '.join(MODELS)}; default: all"
     parser.add_argument(
-        "--model", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL", help=names
+        "--model", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL", help=names
     )
     rows = f"up to 256; default: {' '.join(map(str, ROWS))}"
-    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS), help=rows)
+    parser.add_argument("--rows", nargs="+", type=at_least_one, default=list(ROWS), help=rows)
     parser.add_argument("--json", type=Path, help="write all times here as well")
-    options = parser.parse_args()
+    options = parse(parser)
     if not torch.cuda.is_available():
         print("bench_products.py measures CUDA kernels and finds no CUDA device", file=sys.stderr)
         return 1
@@ -209,11 +210,9 @@ def main() -> int:
     print(
         f"\nchosen over fastest: {sum(regrets) / len(regrets):.4f} in the mean, {max(regrets):.2f} at most"
     )
-    if options.json is not None:
-        record = {"card": card, "timings": [vars(timing) for timing in timings]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+    record = {"card": card, "timings": [vars(timing) for timing in timings]}
+    return 0 if save(options.json, record) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

@@ -10,6 +10,7 @@ or to be copied there. The report says for each kernel what it takes on the devi
 """
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -27,22 +28,39 @@ from engine.ops import jit  # noqa: E402
 from engine.ops.kernel_list import kernel_specs  # noqa: E402
 from engine.ops.nvrtc import KernelBuildError  # noqa: E402
 from engine.resolve import KV_DTYPES  # noqa: E402
+from scripts.bench_command import run_benchmark, with_quiet_children  # noqa: E402
+from scripts.loadtest.options import at_least_one  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+BLOCK_SIZES = (16, 32, 64, 128)  # that kernels take
+LEAST_ARCH = 80
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="model directory or .gguf file")
-    parser.add_argument("--arch", help="sm_80, sm_89, sm_90a, ...; default: of this machine's GPU")
+    parser.add_argument(
+        "--arch", type=arch_name, help="sm_80, sm_89, sm_90a, ...; default: of this machine's GPU"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the server's, of this checkpoint")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, help="default: the model's dtype")
-    parser.add_argument("--block-size", type=int, help="default: 64 on sm_90a, else 16")
     parser.add_argument(
-        "--workers", type=int, help="compiling processes; default: cores - 1, up to 12"
+        "--block-size", type=int, choices=BLOCK_SIZES, help="default: 64 on sm_90a, else 16"
+    )
+    parser.add_argument(
+        "--workers", type=at_least_one, help="compiling processes; default: cores - 1, up to 12"
     )
     parser.add_argument("--report", action="store_true", help="print every kernel's resources")
     return parser.parse_args()
+
+
+def arch_name(text: str) -> str:
+    match = re.fullmatch(r"sm_([1-9][0-9]{1,2})[af]?", text, re.ASCII)
+    if match is None or int(match[1]) < LEAST_ARCH:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give sm_{LEAST_ARCH} or a newer one, such as sm_89 or sm_90a"
+        )
+    return text
 
 
 def config_of(options: argparse.Namespace, arch: str) -> jit.KernelConfig:
@@ -68,7 +86,9 @@ def main() -> int:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            built = jit.prebuild(specs, arch, progress=progress, workers=options.workers)
+            built = with_quiet_children(
+                lambda: jit.prebuild(specs, arch, progress=progress, workers=options.workers)
+            )
     except (ConfigError, KernelBuildError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -83,4 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark(main))

@@ -1,10 +1,7 @@
 """A whole engine without server or tokenizer, for measurements: token ids in, counts and times out."""
 
-import atexit
-import json
-import shutil
+import dataclasses
 import sys
-import tempfile
 import time
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
@@ -16,55 +13,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engine.api.config import EngineConfig
+from engine.api.config import EngineConfig, arg_of
 from engine.api.hashing import block_names
-from engine.api.messages import AbortReason, AbortRequests, AddRequest, StepOutput
+from engine.api.messages import AbortReason, AbortRequests, AddRequest, FinishReason, StepOutput
 from engine.api.sampling import SamplingParams
 from engine.build import build_engine
+from engine.models.config import ModelConfig
+from scripts.bench_command import CannotMeasure
 
-
-def qwen2(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, is_tied: bool
-) -> dict[str, object]:
-    """The config.json of a Qwen2.5 model of this size."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": is_tied,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 151645,
-    }
-
-
-# Shapes of well-known models, so that speed can be measured without their weights.
-SHAPES: dict[str, dict[str, object]] = {
-    "7b": qwen2(3584, 18944, 28, 28, 4, 152064, False),
-    "1.5b": qwen2(1536, 8960, 28, 12, 2, 151936, True),
-    "0.5b": qwen2(896, 4864, 24, 14, 2, 151936, True),
-    "tiny": {  # for measurements without a model's work
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "float32",
-        "eos_token_id": 2,
-    },
-}
+# Of well-known models, and a tiny one: their config.json, so that speed can be measured without weights.
+SHAPES = {name: Path(__file__).parent / "shapes" / name for name in ("7b", "1.5b", "0.5b", "tiny")}
+CHOICES = {f.name: arg_of(f).choices for f in dataclasses.fields(EngineConfig)}
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
@@ -78,31 +37,34 @@ def add_engine_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default="auto",
+        choices=CHOICES["device"],
         help="auto, cuda or cpu; auto: a GPU if torch sees one, else the CPU, which is not for 7b",
     )
     parser.add_argument(
         "--dtype",
         default="auto",
+        choices=CHOICES["dtype"],
         help="arithmetic and weights, as of serve.py; float32 on a GPU is many times slower "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
+        choices=CHOICES["kv_cache_dtype"],
         help="keys and values, as of serve.py; fp8 takes half the memory, and rounds more "
         "(default: the model's dtype)",
     )
-    parser.add_argument("--json", help="write the figures to this file as well")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
 
 
 def model_directory(name: str) -> str:
-    """A directory for --model: `name` itself, or one with the config of a known shape, until the process ends."""
-    if name not in SHAPES:
-        return name
-    folder = Path(tempfile.mkdtemp(prefix="sluice-shape-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-    return str(folder)
+    """A directory for --model: `name` itself, or the one of a known shape."""
+    return str(SHAPES.get(name, name))
+
+
+def model_length(name: str) -> int:
+    """Tokens that --model takes, prompt and answer together. Raises ConfigError."""
+    return ModelConfig.from_directory(model_directory(name)).max_model_len
 
 
 def tell_of_cpu(device: str) -> None:
@@ -123,7 +85,6 @@ class Progress:
     tokens: int = 0
     first_token: float = 0.0  # time.monotonic()
     last_token: float = 0.0
-    is_finished: bool = False
 
 
 @dataclass
@@ -132,6 +93,7 @@ class Driver:
 
     config: EngineConfig
     requests: dict[int, Progress] = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)  # of the requests; aborted ones not counted
 
     def __post_init__(self) -> None:
         started = time.monotonic()
@@ -149,6 +111,7 @@ class Driver:
         """Queue a prompt of token ids; returns the request's id."""
         req_id = len(self.requests) + 1
         self.requests[req_id] = Progress()
+        self.unfinished.add(req_id)
         ids = prompt.astype(np.int32).tobytes()
         names = b""
         if self.config.enable_prefix_caching:
@@ -168,14 +131,24 @@ class Driver:
         return req_id
 
     def abort(self, req_id: int) -> None:
+        self.unfinished.discard(req_id)
         self.loop.take([AbortRequests(req_ids=[req_id], reason=AbortReason.CLIENT)])
 
     def run(self) -> float:
-        """Run until all requests are done; seconds it took."""
+        """Run until all requests are done; seconds it took. Raises CannotMeasure if one was not served."""
         started = time.monotonic()
         while self.loop.has_work():
             self.loop.step()
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        self.check_finished()
+        return seconds
+
+    def check_finished(self) -> None:
+        """Call when no work is left. Raises CannotMeasure if a request was refused or broken off."""
+        if self.unfinished:
+            self.loop.send_output()  # no step does it for a request that was refused at once
+            count = len(self.unfinished)
+            raise CannotMeasure(f"{count} requests were not finished: no figures", exit_code=1)
 
     def receive(self, output: StepOutput) -> None:
         now = time.monotonic()
@@ -185,9 +158,14 @@ class Driver:
                 progress.first_token = progress.first_token or now
                 progress.last_token = now
                 progress.tokens += count
-        for index, _, _ in output.finished:
-            self.requests[output.req_ids[index]].is_finished = True
-        assert not output.rejected, output.rejected
+        for index, reason, _ in output.finished:
+            req_id = output.req_ids[index]
+            if reason == FinishReason.ERROR:
+                raise CannotMeasure(f"request {req_id} failed with its step", exit_code=1)
+            if reason == FinishReason.LENGTH:
+                self.unfinished.discard(req_id)
+        for req_id, code, message in output.rejected:
+            raise CannotMeasure(f"request {req_id} was refused: {code}: {message}", exit_code=1)
 
     def prompt(self, rng: np.random.Generator, length: int) -> np.ndarray:
         vocab_size = self.engine.limits.vocab_size

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scripts.loadtest import plots, report, result
 from scripts.loadtest.result import RunResult
+from scripts.writable import probe
 
 
 def check_writable(json_path: Path | None, plots_folder: Path | None) -> None:
@@ -16,20 +17,6 @@ def check_writable(json_path: Path | None, plots_folder: Path | None) -> None:
     if plots_folder is not None:
         for name in plots.NAMES:
             probe(plots_folder / name, f"--plots {plots_folder}", "a folder you may write to")
-
-
-def probe(path: Path, flag: str, wanted: str) -> None:
-    """By doing it, as permissions say little to root, and nothing of a file system that is read-only."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.path.lexists(path):
-            path.open("xb").close()
-            path.unlink()  # whoever finds a file may take it for a result
-        elif path.is_file() or path.is_dir():  # opening a pipe would be felt by its reader
-            path.open("ab").close()
-    except OSError as error:
-        reason = f"{error.strerror}: {error.filename}"
-        raise ValueError(f"{flag}: cannot be written ({reason}), give {wanted}") from None
 
 
 def save(json_path: Path | None, plots_folder: Path | None, found: RunResult) -> bool:
