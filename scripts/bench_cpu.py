@@ -42,8 +42,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engine.api.config import ConfigError  # noqa: E402
+from scripts.bench_command import parse as parse_with_json  # noqa: E402
+from scripts.bench_command import save  # noqa: E402
+from scripts.loadtest.options import at_least_one, count_float, positive  # noqa: E402
 from scripts.operate.process_tree import idle_cpu_percent, is_running  # noqa: E402
 from scripts.operate.server_process import free_port  # noqa: E402
+from server.command import run_command  # noqa: E402
 from server.default_model import BarProgress, ensure_default_model  # noqa: E402
 
 PROMPT_IDS = range(100, 10_000)  # ordinary tokens in every vocabulary we serve
@@ -236,7 +240,10 @@ def own_server(model: Path, dtype: str, threads: int, log: Path) -> Iterator[tup
 async def wait_ready(
     session: aiohttp.ClientSession, url: str, pid: int | None, limit_s: float
 ) -> float:
-    """Seconds until /ready answers 200. Raises RuntimeError if the server ends or takes too long."""
+    """Seconds until /ready answers 200. Raises RuntimeError if the server ends or takes too long.
+
+    `pid`: of our own server, which may not listen yet; that of another one is expected to.
+    """
     start = time.perf_counter()
     hidden = not sys.stderr.isatty()
     bar = tqdm(desc="starting", bar_format="{desc}: {elapsed}", leave=False, disable=hidden)
@@ -248,8 +255,9 @@ async def wait_ready(
                 async with session.get(f"{url}/ready") as response:
                     if response.status in (200, 404):  # 404: a server without /ready
                         return time.perf_counter() - start
-            except aiohttp.ClientConnectionError:
-                pass
+            except aiohttp.ClientConnectionError as error:
+                if pid is None and isinstance(error, aiohttp.ClientConnectorError):
+                    raise RuntimeError(f"--url {url}: {error}; is the server started?") from None
             bar.update()
             await asyncio.sleep(0.05)
     raise RuntimeError(f"not ready after {limit_s:.0f} s")
@@ -400,30 +408,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", type=Path, help="model directory (default: the default model)")
     add("--dtype", default="float32", help="of the started server; transformers runs float32")
     cores = len(os.sched_getaffinity(0))
-    add("--threads", type=int, default=cores, help="CPU threads of server and peers alike")
+    add("--threads", type=at_least_one, default=cores, help="CPU threads of server and peers alike")
     add(
         "--concurrency",
-        type=int,
+        type=at_least_one,
         nargs="+",
         default=[1, 4, 8, 16],
         help="clients at a time, a level each; each level takes up to --level-seconds and its last "
         "requests",
     )
-    add("--prompt-tokens", type=int, default=64, help="tokens of each prompt, random ids")
+    add("--prompt-tokens", type=at_least_one, default=64, help="tokens of each prompt, random ids")
     add(
         "--output-tokens",
-        type=int,
+        type=at_least_one,
         default=64,
         help="tokens of each answer, exactly; time grows with them",
     )
-    add("--long-prompt", type=int, default=1000, help="tokens of the prefill measurement")
-    add("--repeats", type=int, default=2, help="requests per client, and prefills")
-    add("--level-seconds", type=float, default=60, help="no request starts later than this")
-    add("--idle-seconds", type=float, default=5, help="how long to watch the idle server")
-    add("--start-timeout", type=float, default=600, help="seconds to wait for /ready")
+    add("--long-prompt", type=at_least_one, default=1000, help="tokens of the prefill measurement")
+    add("--repeats", type=at_least_one, default=2, help="requests per client, and prefills")
+    add("--level-seconds", type=count_float, default=60, help="no request starts later than this")
+    add("--idle-seconds", type=count_float, default=5, help="how long to watch the idle server")
+    add("--start-timeout", type=positive, default=600, help="seconds to wait for /ready")
     add(
         "--peer-timeout",
-        type=float,
+        type=positive,
         default=600,
         help="seconds for one peer, which is given up then",
     )
@@ -432,7 +440,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--peer-llama-cpp", type=Path, metavar="GGUF", help="also run llama-cpp-python on this file"
     )
     add("--json", type=Path, metavar="FILE", help="write all figures there")
-    return parser.parse_args(argv)
+    args = parse_with_json(parser, argv)
+    if args.url is not None and not args.url.startswith(("http://", "https://")):
+        parser.error(
+            f"--url {args.url!r}: give http://HOST:PORT, or leave it out to start a server"
+        )
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -467,9 +480,7 @@ def main(argv: list[str] | None = None) -> int:
         if figures is not None:
             result.peers[name] = figures
     print(report(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
-    return 0
+    return 0 if save(args.json, asdict(result)) else 1
 
 
 def end_on(number: int) -> None:
@@ -481,4 +492,4 @@ def end_on(number: int) -> None:
 if __name__ == "__main__":
     end_on(signal.SIGTERM)
     end_on(signal.SIGHUP)
-    sys.exit(main())
+    sys.exit(run_command("bench_cpu.py", main))

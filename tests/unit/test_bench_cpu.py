@@ -250,3 +250,34 @@ def test_peer_without_its_library_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "llama_cpp cannot be imported (not on this machine)" in done.stderr
     assert done.stdout == ""
+
+
+def test_server_that_does_not_listen_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another's, that is: a server of ours takes a while to."""
+    url = f"http://127.0.0.1:{bench_cpu.free_port()}"
+    assert bench_cpu.main(["--url", url, "--no-peers"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: --url {url}: ")
+    assert err.endswith("is the server started?\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--json", "/dev/null/x.json"], "--json /dev/null/x.json: cannot be written"),
+        (["--url", ""], "--url '': give http://HOST:PORT"),
+        (["--url", "localhost:8000"], "--url 'localhost:8000': give http://HOST:PORT"),
+        (["--concurrency", "0"], "--concurrency: '0': give a whole number of at least 1"),
+        (["--repeats", "0"], "--repeats: '0': give a whole number of at least 1"),
+        (["--threads", "-1"], "--threads: '-1': give a whole number of at least 1"),
+        (["--start-timeout", "nan"], "--start-timeout: 'nan': give a number above 0"),
+    ],
+)
+def test_arguments_are_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_cpu.main(flags)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
