@@ -160,7 +160,7 @@ async def stream_text(target: Target, index: int) -> Said:
 async def fuzz(url: str, num: int, seed: int, workers: int, only: int | None = None) -> Report:
     """`num` attempts drawn from `seed`; each depends on its own number alone. `only`: that one.
 
-    Raises Unusable if the server is not ready to begin with; if it ends on the way, that is a finding.
+    Raises Unusable if the server is not ready to begin with, or busy; if it ends on the way, that is a finding.
     """
     target, report = Target(url), Report()
     await check_ready(target, url)
@@ -236,7 +236,10 @@ async def check_ready(target: Target, url: str) -> None:
 
 
 async def metrics_when_idle(target: Target) -> dict[str, float]:
-    """The gauges follow the engine by up to a tenth of a second: wait until they say that nothing runs."""
+    """The gauges follow the engine by up to a tenth of a second: wait until they say that nothing runs.
+
+    Raises Unusable if others keep the server busy.
+    """
     deadline = time.monotonic() + SETTLE_S
     while True:
         metrics = await target.metrics()
@@ -244,7 +247,7 @@ async def metrics_when_idle(target: Target) -> dict[str, float]:
         if not any(value for key, value in metrics.items() if key.startswith(busy)):
             return metrics
         if time.monotonic() > deadline:
-            raise SystemExit("others use this server: it does not become idle")
+            raise Unusable("others use this server: it does not become idle; take one of your own")
         await asyncio.sleep(0.1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from scripts import fuzz_http
 from scripts.fuzz.bodies import Bodies
 from scripts.fuzz.judge import judge, read_answers
-from scripts.fuzz.run import Said, Target, Unusable, fuzz, stream_text
+from scripts.fuzz.run import Said, Target, Unusable, fuzz, metrics_when_idle, stream_text
 from scripts.fuzz.values import right
 from scripts.fuzz.wire import Attempt, Wire
 from tests.engine_cpu.tiny_models import make_tiny
@@ -73,6 +73,18 @@ def test_a_run_that_would_send_nothing_is_refused(
     told = capsys.readouterr().err
     assert f"{wrong[-2]}" in told
     assert wrong[-1] in told
+
+
+async def test_a_server_that_others_use_is_not_fuzzed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no finding, which exit code 1 means."""
+    monkeypatch.setattr("scripts.fuzz.run.SETTLE_S", 0.1)
+
+    async def metrics(self: Target) -> dict[str, float]:
+        return {"vllm:num_requests_running": 1.0}
+
+    monkeypatch.setattr(Target, "metrics", metrics)
+    with pytest.raises(Unusable, match="others use this server"):
+        await metrics_when_idle(Target("http://a"))
 
 
 async def test_a_server_that_ends_on_the_way_is_a_finding(tmp_path) -> None:
