@@ -40,6 +40,9 @@ FIGURES = {  # name -> is less better?
     "itl_p99_ms": True,
     "e2e_p50_ms": True,
 }
+WRITTEN = (
+    "config.yaml", "report.txt", "trials.json", "trials.new", "server.log", "load.log", "load.json",
+)  # fmt: skip
 OURS = ("url", "json", "plots", "rounds", "seconds", "api_key", "self_test", "requests")
 DEFAULT_CONCURRENCY = ["--concurrency", "8"]
 DEFAULT_WARMUP = ["--warmup", "2"]
@@ -132,6 +135,7 @@ def run(args: argparse.Namespace, load: Any, load_flags: list[str], serve_flags:
     from scripts.operate.search import Search, State, key_of
     from scripts.operate.trial import Bench
     from scripts.operate.verdict import decide, report, write_config
+    from scripts.writable import probe
 
     figure = args.figure or ("goodput_rps" if load.slo else "output_tps")
     if figure in ("goodput_rps", "slo_met_percent") and not load.slo:
@@ -144,7 +148,8 @@ def run(args: argparse.Namespace, load: Any, load_flags: list[str], serve_flags:
         )  # refuse what no server takes, before anything runs
     fixed = {name.replace("_", "-") for name in given}
     shape = Load(None if load.rate else max(load.concurrency))
-    args.out.mkdir(parents=True, exist_ok=True)
+    for name in WRITTEN:
+        probe(args.out / name, f"--out {args.out}", "a folder that you may write to")
     state = State.load(
         args.out / "trials.json", key_of(load_flags, serve_flags, args.tries, figure)
     )

@@ -11,6 +11,17 @@ MOST_GPU_SEQS = 1024  # MAX_BATCH of engine/ops/plan_decode.py
 BASELINE = "as it is"
 AGAIN = "as it is, again"
 COMBINED = "together"
+NOT_TRIED = {
+    **dict.fromkeys(("host", "port"), "every trial listens on a free port of this machine"),
+    **dict.fromkeys(
+        ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs"),
+        "every trial speaks plain HTTP",
+    ),
+    **dict.fromkeys(
+        ("api-key", "api-key-file", "admin-key"), "every trial gets a key for its load test"
+    ),
+    "config": "give each of its settings as a --try of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -88,4 +99,6 @@ def parse_try(text: str) -> list[Candidate]:
     found = [value.strip() for value in values.split(",") if value.strip()]
     if not equals or not name or not found:
         raise ValueError(f"{text!r}: write NAME=VALUE or NAME=VALUE,VALUE, as in block-size=8,32")
+    if name in NOT_TRIED:
+        raise ValueError(f"--try {text}: {NOT_TRIED[name]}; leave it out")
     return [Candidate.of(name, value) for value in found]

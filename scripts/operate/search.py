@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.operate.candidates import AGAIN, BASELINE, COMBINED, Candidate
-from scripts.operate.trial import Bench, Trial
+from scripts.operate.trial import Bench, LoadFailed, Trial
 
 FORMAT = 1
 RUNGS = 2  # before the last; more would spend the time on starts of the server
@@ -65,7 +65,7 @@ class State:
                 [Trial(**one) for one in found["trials"]],
                 found["combined"],
             )  # fmt: skip
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not readable ({error}): remove it") from None
 
     def save(self) -> None:
@@ -149,7 +149,11 @@ class Search:
         first = state.find(BASELINE, -1)
         if first is None:
             first, state.info = self.bench.run(baseline, 0, FIRST_SECONDS)
-            self.check_time(first)
+            if first.error:  # any other reason than this one is raised
+                raise LoadFailed(
+                    f"the budget was spent after {first.wall_s:.0f} s, before the first trial ended, which "
+                    f"is a start and {FIRST_SECONDS:.0f} s of load: give more --budget-minutes"
+                )
             first.rung = -1  # of another length than those of rung 0
             self.record(first)
         if not state.seconds:

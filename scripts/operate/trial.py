@@ -73,8 +73,8 @@ class Bench:
     def run(self, candidate: Candidate, rung: int, seconds: float) -> tuple[Trial, dict[str, Any]]:
         """The trial, and /server_info. A failure is part of the trial, but for wrong options.
 
-        Raises LoadFailed or ServerFailed if the command is at fault, KeyboardInterrupt; nothing is left
-        running.
+        So is the end of the budget. Raises LoadFailed or ServerFailed if the command is at fault,
+        KeyboardInterrupt; nothing is left running.
         """
         trial = Trial(candidate.name, rung, seconds)
         info: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class Bench:
                 self.measure(trial, server)
         except (ServerFailed, LoadFailed) as error:
             is_usage = isinstance(error, LoadFailed) and error.is_usage
-            if is_usage or (not candidate.flags and rung == 0):
+            if is_usage or (not candidate.flags and rung == 0 and not self.is_cut(error)):
                 raise
             trial.error = str(error).strip()
         trial.wall_s = time.monotonic() - began
@@ -122,6 +122,10 @@ class Bench:
         }
         if not trial.scores:
             raise LoadFailed(f"no round gave {self.figure}: see {log}")
+
+    def is_cut(self, error: ServerFailed | LoadFailed) -> bool:
+        """Has the end of the budget ended the trial, rather than the server itself?"""
+        return getattr(error, "exit_code", None) is None and time.monotonic() >= self.ends_at
 
     def time_for(self, wanted_s: float) -> float:
         return max(0.0, min(wanted_s, self.ends_at - time.monotonic()))

@@ -221,6 +221,53 @@ def test_wrong_commands_are_told_before_anything_starts(
             tune.main([*out, *wrong])
 
 
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("port=1", "--try port=1: every trial listens on a free port"),
+        ("--host=0.0.0.0", "every trial listens"),
+        ("ssl_certfile=a.crt", "every trial speaks plain HTTP"),
+        ("api-key=a", "every trial gets a key"),
+        ("config=a.yaml", "give each of its settings"),
+    ],
+)
+def test_what_the_tool_sets_itself_is_not_tried(
+    setting: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune.main(["--out", str(tmp_path), f"--try={setting}"]) == 2
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "report.txt", "trials.new", "load.log"])
+def test_results_that_could_not_be_written_are_told_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Search, "run", lambda search: pytest.fail("it ran"))
+    (tmp_path / name).mkdir()
+    assert tune.main(["--out", str(tmp_path), "--", "--dtype", "float32"]) == 2
+    told = capsys.readouterr().err
+    assert f"--out {tmp_path}: cannot be written (Is a directory" in told
+    assert name in told
+
+
+def test_trials_that_are_no_text_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "trials.json"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"trials\.json is not readable .*: remove it"):
+        State.load(file, "key")
+
+
+def test_a_budget_that_is_too_small_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny("llama", tmp_path / "model")
+    out = ["--out", str(tmp_path / "out"), "--budget-minutes", "0.001"]
+    assert tune.main([*out, "--", model]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the budget was spent after" in line
+    assert "give more --budget-minutes" in line
+
+
 def test_scores_are_means_over_levels() -> None:
     levels = [
         {"rounds": [{"values": {"output_tps": 10.0}}, {"values": {"output_tps": 20.0}}]},
