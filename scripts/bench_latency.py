@@ -13,7 +13,7 @@ import time
 import numpy as np
 from engine_driver import Driver, add_engine_options, model_length, tell_of_cpu
 
-from engine.api.config import MOST_SEQS
+from engine.api.config import MOST_SEQS, ConfigError
 from scripts.bench_command import CannotMeasure, parse, run_benchmark, save
 from scripts.loadtest.options import at_least_one
 
@@ -119,6 +119,23 @@ def batch_size(text: str) -> int:
     return size
 
 
+def start(options: argparse.Namespace) -> Driver:
+    """Raises ConfigError that names our own flags."""
+    try:
+        return Driver.of_model(
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
+            enforce_eager=options.enforce_eager,
+            enable_prefix_caching=False,
+            max_num_seqs=max(BATCHES if options.batch is None else options.batch, default=1),
+        )
+    except ConfigError as error:
+        message = str(error).replace("--max-num-seqs", "--batch")
+        raise ConfigError(message, error.exit_code) from None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_engine_options(parser)
@@ -156,15 +173,7 @@ def main() -> int:
     args = parse(parser)
     check_lengths(args, model_length(args.model), "the model")
     tell_of_cpu(args.device)
-    driver = Driver.of_model(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        enforce_eager=args.enforce_eager,
-        enable_prefix_caching=False,
-        max_num_seqs=max(BATCHES if args.batch is None else args.batch, default=1),
-    )
+    driver = start(args)
     figures: dict[str, object] = {"model": args.model, "start_s": round(driver.start_seconds, 2)}
     print(f"start: {driver.start_seconds:.1f} s", flush=True)
     longest = driver.engine.limits.max_model_len

@@ -13,6 +13,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
+from engine.api.config import ConfigError
 from engine.api.messages import FinishReason, StepOutput
 from engine.models.config import ModelConfig
 from scripts.bench_command import CannotMeasure, run_benchmark, save, with_quiet_children
@@ -83,6 +84,22 @@ def test_latency_refuses_what_would_have_no_figures(
     out, err = capsys.readouterr()
     assert out == ""
     assert [word for word in words.split() if word not in err.splitlines()[-1]] == []
+
+
+def test_engine_s_refusal_of_a_batch_names_our_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a GPU, whose most is not known before."""
+
+    def refuse(*args: object, **settings: object) -> NoReturn:
+        raise ConfigError("--max-num-seqs 2000: a decode step on a GPU takes up to 1024 requests")
+
+    module = importlib.import_module("bench_latency")
+    monkeypatch.setattr(sys, "argv", ["bench_latency.py", "--batch", "2000", "--device", "cuda"])
+    monkeypatch.setattr(module.Driver, "of_model", refuse)
+    assert run_benchmark(module.main) == 2
+    told = "bench_latency.py: --batch 2000: a decode step on a GPU takes up to 1024 requests\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize(
