@@ -14,7 +14,7 @@ import msgspec
 
 from engine.api.grammar import GrammarError
 from engine.api.sampling import StructuredOutput
-from tokenizer_proc.limited_process import LimitedProcess
+from tokenizer_proc.limited_process import LimitedProcess, OverTime
 
 SECONDS = 2.5
 VOCABULARY_SECONDS = 30.0  # to take in the vocabulary
@@ -78,16 +78,26 @@ class GrammarChecker:
         process = self.process or self._start()
         try:
             error: str = process.ask(structured, SECONDS)
-        except (OSError, EOFError):  # TimeoutError is an OSError
+        except (OverTime, EOFError, OSError) as error:
             self.close()
+            if isinstance(error, TimeoutError):  # from the handler of a signal
+                raise
             return TOO_COMPLEX
+        except (
+            BaseException
+        ):  # of a signal: the answer on its way would be taken for the next one's
+            self.close()
+            raise
         return error
 
     def _start(self) -> LimitedProcess:
         try:
             self.process = process = LimitedProcess("tokenizer_proc.grammar_worker")
             process.ask(self.vocabulary, VOCABULARY_SECONDS)
-        except (OSError, EOFError) as error:
+        except (OverTime, OSError, EOFError) as error:
             self.close()
             raise RuntimeError("the process that checks grammars does not start") from error
+        except BaseException:  # of a signal
+            self.close()
+            raise
         return process

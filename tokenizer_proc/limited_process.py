@@ -12,6 +12,7 @@ MessagePack:
 The kernel ends the process a little after `seconds` by itself, should nobody be left to kill it.
 """
 
+import os
 import resource
 import signal
 import socket
@@ -30,14 +31,20 @@ GRACE_S = 1.0
 READY = "ready"
 
 
+class OverTime(Exception):
+    """No answer in time. No TimeoutError, which a handler of SIGALRM may raise for reasons of its own."""
+
+
 class LimitedProcess:
     """`python -m module`, which calls `answer_questions`: one question at a time.
 
-    It ends when this process does, as it then reads the end of its input.
+    It ends when this process does, as it then reads the end of its input. A forked copy of this object
+    can neither ask nor end it: two who ask would read each other's answers.
     """
 
     def __init__(self, module: str) -> None:
         """Starts it. Raises TimeoutError, EOFError or ConnectionError if it does not."""
+        self._owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -60,24 +67,39 @@ class LimitedProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._is_ours and self._process.poll() is not None
 
     def ask(self, question: object, seconds: float) -> Any:
-        """The answer. Raises TimeoutError; EOFError or OSError if the process has ended.
+        """The answer. Raises OverTime; EOFError or ConnectionError if the process has ended.
 
-        After an error the process is of no more use: `kill` it.
+        After an error of any kind the process is of no more use: `kill` it.
         """
+        if not self._is_ours:
+            raise RuntimeError(
+                f"this process was forked from {self._owner}, which a tokenizer's helpers belong to: "
+                "load the tokenizer, or make the LLM, in the new process"
+            )
         deadline = time.monotonic() + seconds
-        self._socket.settimeout(seconds)
-        send(self._socket, [seconds, question])
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        return receive(self._socket)
+        try:
+            self._socket.settimeout(seconds)
+            send(self._socket, [seconds, question])
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            return receive(self._socket)
+        except TimeoutError:
+            if time.monotonic() < deadline:
+                raise
+            raise OverTime(f"no answer in {seconds:g} s") from None
 
     def kill(self) -> None:
         """End it, even in the middle of an answer."""
-        self._process.kill()
-        self._process.wait()
+        if self._is_ours:
+            self._process.kill()
+            self._process.wait()
         self._socket.close()
+
+    @property
+    def _is_ours(self) -> bool:
+        return self._owner == os.getpid()
 
 
 def answer_questions(answer: Callable[[Any], object], max_memory: int) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokenizer_proc.limited_process import LimitedProcess
+from tokenizer_proc.limited_process import LimitedProcess, OverTime
 from tokenizer_proc.loading import one_line
 
 WORKER = "tokenizer_proc.template_worker"
@@ -35,7 +35,7 @@ class TemplateRenderer:
             worker = self._idle.pop() if self._idle else LimitedProcess(WORKER)
             try:
                 answer = worker.ask([template, variables], seconds)
-            except TimeoutError:
+            except OverTime:
                 worker.kill()
                 raise TemplateTimeout(f"it takes more than {seconds:g} s") from None
             except (EOFError, ConnectionError):
