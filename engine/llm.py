@@ -12,6 +12,7 @@ processes run; so both faces give the same text.
 
 import gc
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from engine.api.messages import (
     ChatPrompt,
@@ -32,6 +32,7 @@ from engine.api.messages import (
     TokenLogprobText,
 )
 from engine.api.sampling import SamplingParams, StructuredOutput
+from engine.held_signals import uninterrupted
 from engine.llm_arguments import (
     PromptInput,
     as_list,
@@ -40,7 +41,8 @@ from engine.llm_arguments import (
     make_config,
     params_for,
 )
-from engine.offline import OfflineEngine, uninterrupted
+from engine.offline import OfflineEngine, trim_heap
+from engine.progress_bar import ProgressBar
 from tokenizer_proc.errors import PromptError
 from tokenizer_proc.prepare import PreparedRequest
 
@@ -107,6 +109,7 @@ class LLM:
         self.live: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         self.num_generated = 0
         self.is_shut_down = False
+        self.pid = os.getpid()
         self.turn = threading.RLock()  # one batch at a time; steps of two threads would mix
 
     def __enter__(self) -> "LLM":
@@ -116,8 +119,13 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Free weights and KV cache. The object cannot be used afterwards."""
-        with self.turn:
+        """Free weights and KV cache. The object cannot be used afterwards.
+
+        In a forked process it does nothing, as all that there is to end is its parent's.
+        """
+        if os.getpid() != self.pid:
+            return
+        with self.turn, uninterrupted():
             if self.is_shut_down:
                 return
             self.live.clear()
@@ -125,6 +133,7 @@ class LLM:
             self.engine.shutdown()
             del self.engine
             gc.collect()
+            trim_heap()
 
     def generate(
         self,
@@ -138,6 +147,7 @@ class LLM:
         `sampling_params` is one for all, or one for each. Raises PromptError (a ValueError) for a
         prompt that cannot run, before any of them does.
         """
+        self._check_process()
         asked = [as_prompt(p) for p in as_list(prompts)]
         with self.turn:
             return self._run(asked, sampling_params, use_tqdm)
@@ -152,6 +162,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists)."""
+        self._check_process()
         is_one = isinstance(messages, list) and messages and isinstance(messages[0], dict)
         conversations = [messages] if is_one else messages
         check_conversations(conversations)
@@ -169,6 +180,18 @@ class LLM:
         with self.turn:
             return self._run(prompts, sampling_params, use_tqdm)
 
+    def _check_process(self) -> None:
+        """Before the lock is taken, which a thread of the parent may hold for ever in its copy."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"this LLM belongs to process {self.pid}, and this is a forked one, {os.getpid()}: make "
+                'the LLM in the new process, started with multiprocessing.get_context("spawn")'
+            )
+
+    def _check_alive(self) -> None:
+        if self.is_shut_down:
+            raise RuntimeError("this LLM was shut down; make a new one")
+
     # --- one batch --------------------------------------------------------------------------------
 
     def _run(
@@ -177,18 +200,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if self.is_shut_down:
-            raise RuntimeError("this LLM was shut down; make a new one")
+        self._check_alive()
         params = params_for(prompts, sampling_params)
         requests = self._prepare_all(prompts, params)
         outputs = [output for output, _, _ in requests]
-        with tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm) as bar:
+        with ProgressBar(len(outputs), use_tqdm) as bar:
             try:
                 with uninterrupted():
                     for request in requests:
                         self._submit(*request)
                 self._drive(outputs, bar)
-            finally:  # on Ctrl-C: nothing of this batch may run on in the next one
+            finally:  # on Ctrl-C or a timeout: nothing of this batch may run on in the next one
                 with uninterrupted():
                     self._abort_all()
         return outputs
@@ -241,17 +263,18 @@ class LLM:
             self.live[req_id] = (output, completion)
         self.engine.submit(generate, prepared)
 
-    def _drive(self, outputs: list[RequestOutput], bar: "tqdm[Any]") -> None:
+    def _drive(self, outputs: list[RequestOutput], bar: ProgressBar) -> None:
         started, generated = time.monotonic(), self.num_generated
         while self.live:
             with uninterrupted():
                 self.engine.step()
-            bar.update(sum(o.finished for o in outputs) - bar.n)
-            seconds = time.monotonic() - started
-            rate = (self.num_generated - generated) / seconds if seconds else 0.0
-            bar.set_postfix_str(f"{rate:.1f} generated tok/s", refresh=False)
+                seconds = time.monotonic() - started
+                rate = (self.num_generated - generated) / seconds if seconds else 0.0
+                bar.show(sum(o.finished for o in outputs), f"{rate:.1f} generated tok/s")
+        self._check_alive()  # the handler of a signal may have shut it down
         while self.engine.has_work():  # the row that an overlapped step may have wasted
-            self.engine.step()
+            with uninterrupted():
+                self.engine.step()
 
     def _abort_all(self) -> None:
         if self.live:

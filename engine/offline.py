@@ -6,11 +6,13 @@
 It moves only when `step` is called, in the caller's thread. Used by `LLM` and by batches.
 """
 
-import signal
+import ctypes
+import os
+import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from engine.api.config import EngineConfig
@@ -47,11 +49,12 @@ class OfflineEngine:
         self._on_deltas = on_deltas
         self._on_error = on_error
         path = config.model or str(ensure_default_model(BarProgress()))
-        self._converted: tempfile.TemporaryDirectory[str] | None = None
+        self._remove_converted: Callable[[], object] | None = None
         if path.endswith(".gguf") and not config.tokenizer:  # its tokenizer is in the file
-            self._converted = tempfile.TemporaryDirectory(prefix="sluice-gguf-")
-            convert_gguf(path, self._converted.name)
-            path = self._converted.name
+            folder = tempfile.mkdtemp(prefix="sluice-gguf-")
+            self._remove_converted = weakref.finalize(self, remove_in, os.getpid(), folder)
+            convert_gguf(path, folder)
+            path = folder
         self.config = replace(config, model=path)
         ModelConfig.from_directory(path)  # a wrong path is told before anything takes time
         self.tokenizer = load_tokenizer(config.tokenizer or path, chat_template)
@@ -67,8 +70,8 @@ class OfflineEngine:
         """Free weights and KV cache. The object cannot be used afterwards."""
         self.pipeline.close()
         del self.loop, self.pipeline
-        if self._converted is not None:
-            self._converted.cleanup()
+        if self._remove_converted is not None:
+            self._remove_converted()
 
     def submit(self, generate: Generate, prepared: PreparedRequest) -> None:
         """Queue what `pipeline.prepare` made of a request."""
@@ -98,17 +101,13 @@ class OfflineEngine:
             self._on_error(error)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold a Ctrl-C back until the end: a step cut in the middle would leave the engine in pieces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python interrupts the main thread only
-        return
-    caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
+def remove_in(pid: int, folder: str) -> None:
+    """Unless this is a forked child, which also comes to its end: the files are its parent's."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system: glibc keeps it for a later use, others need no such call."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
