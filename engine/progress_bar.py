@@ -66,8 +66,6 @@ def takes_more(stream: Any) -> bool:
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)
-    except (
-        Exception
-    ):  # no file: a notebook's stream, or none; what is wrong is found when it is written
+    except Exception:  # no file, as in a notebook, or none: what is wrong shows in writing
         return True
     return bool(poll.poll(0))
