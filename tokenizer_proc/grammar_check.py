@@ -83,10 +83,8 @@ class GrammarChecker:
             if isinstance(error, TimeoutError):  # from the handler of a signal
                 raise
             return TOO_COMPLEX
-        except (
-            BaseException
-        ):  # of a signal: the answer on its way would be taken for the next one's
-            self.close()
+        except BaseException:
+            self.close()  # a signal left its answer on the way: the next one would be given it
             raise
         return error
 
