@@ -1,12 +1,12 @@
 """Where results go: can it be written, asked before anything is sent; and writing that may fail."""
 
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from scripts.loadtest import plots, report, result
 from scripts.loadtest.result import RunResult
+from scripts.operate import output
 from scripts.writable import probe
 
 
@@ -51,15 +51,10 @@ def save_plots(found: RunResult, folder: Path) -> bool:
 
 def say(text: str) -> bool:
     """To standard output, at once; False if it cannot be written."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # it may lack characters
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        # what is left in the buffer would fail again when the interpreter ends
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)
-        return lost("standard output", error)
+        output.say(text)
+    except output.OutputLost as error:
+        return lost("standard output", error.cause)
     return True
 
 

@@ -117,6 +117,8 @@ def read(path: Path) -> dict[str, Any]:
     wrong = what_is_wrong(found)
     if wrong:
         raise ValueError(f"{path} is incomplete ({wrong}): give a file written by --json")
+    for level in found["levels"]:
+        level["value"] = math.inf if level["value"] is None else level["value"]  # --rate inf
     return found
 
 
@@ -138,7 +140,8 @@ def is_level(level: Any) -> bool:
     return (
         isinstance(level, dict)
         and isinstance(level.get("mode"), str)
-        and is_number(level.get("value"))
+        and "value" in level
+        and (level["value"] is None or is_number(level["value"]))
         and isinstance(level.get("figures"), dict)
         and isinstance(level.get("errors"), dict)
         and all(type(count) is int and is_number(count) for count in level["errors"].values())

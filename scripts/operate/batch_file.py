@@ -8,6 +8,7 @@ Each output line is appended by one write, so whatever ends the program leaves w
 cut one, which the next run removes. What is answered there is not asked again.
 """
 
+import errno
 import fcntl
 import os
 import stat
@@ -202,9 +203,12 @@ def keep_good(descriptor: int, path: Path) -> int:
             os.close(good)
             raise
     except OSError as error:
+        remedy = "make room there, or leave the flag out"
+        if error.errno == errno.EBUSY:
+            remedy = "it is mounted by itself: mount its folder instead, or leave the flag out"
         raise ValueError(
-            f"{path}: --retry-failed cannot make a copy in its folder ({error.strerror}); the file is "
-            "as it was: make room there, or leave the flag out"
+            f"{path}: --retry-failed cannot put a copy in its place ({error.strerror}); the file is as it "
+            f"was: {remedy}"
         ) from None
     os.close(descriptor)
     return good
@@ -223,10 +227,11 @@ def copy_good(source: int, target: int) -> None:
 
 
 def copy_owner(source: int, target: int) -> None:
-    """Who may read and write it stays as it was."""
+    """Who may read and write it stays as it was, as far as that is ours to give."""
     found = os.fstat(source)
-    with suppress(PermissionError):  # only root gives files away
-        os.fchown(target, found.st_uid, found.st_gid)
+    for uid, gid in ((-1, found.st_gid), (found.st_uid, -1)):  # the group alone may be allowed
+        with suppress(OSError):
+            os.fchown(target, uid, gid)
     os.fchmod(target, stat.S_IMODE(found.st_mode))
 
 

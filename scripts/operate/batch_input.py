@@ -73,12 +73,12 @@ def texts_of(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
 
 def copied(texts: Iterator[bytes], file: BinaryIO) -> Iterator[bytes]:
     """The same, and written to a file. Raises OSError naming its folder, as it has no name."""
-    try:
-        for text in texts:
+    for text in texts:
+        try:
             write_all(file.fileno(), text)  # a full disk is told here, not in closing
-            yield text
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from None
+        yield text
 
 
 def scan(texts: Iterator[bytes], path: Path, most_bytes: int) -> list[Line]:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130  # exit code
 ADVICE = "interrupted: run the same command again to go on"
@@ -49,7 +49,8 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.requested:  # whole answers are in the file, and there is no other process
-            os.write(2, f"\n{ADVICE}\n".encode())
+            with suppress(OSError):  # of standard error
+                os.write(2, f"\n{ADVICE}\n".encode())
             os._exit(INTERRUPTED)
         self.requested = True
         if not self.is_held:

@@ -17,6 +17,7 @@ class OutputLost(Exception):
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(f"standard output cannot be written: {cause.strerror or cause}")
+        self.cause = cause
         self.is_pipe = isinstance(cause, BrokenPipeError)
 
 

@@ -33,8 +33,13 @@ LIMITS = (
 
 def check_ok(status: int, answer: Any) -> None:
     """Raises CheckSkipped for a request above a limit of this server, CheckFailed for any other refusal."""
-    if status == 400 and isinstance(answer, dict) and isinstance(answer.get("error"), dict):
-        message = str(answer["error"].get("message"))
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(error, dict):
+        message = str(error.get("message"))
+        if status == 429 and error.get("code") == "queue_full":
+            raise CheckSkipped(f"above a limit of this server: {message}")
+        if status != 400:
+            raise CheckFailed(f"status {status}: {answer}")
         for pattern, enough in LIMITS:
             if (found := pattern.search(message)) and int(found[1]) < enough:
                 raise CheckSkipped(f"above a limit of this server: {message}")

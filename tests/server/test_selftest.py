@@ -15,7 +15,7 @@ from engine.api.messages import Generate, TextPrompt
 from scripts import selftest
 from scripts.operate.checks import CHECKS
 from scripts.operate.findings import Findings
-from scripts.operate.probe_client import CheckFailed, check_ok
+from scripts.operate.probe_client import CheckFailed, CheckSkipped, check_ok
 from scripts.operate.selftest_run import run_checks
 from scripts.operate.server_process import ServerFailed, ServerProcess
 from tests.engine_cpu.tiny_models import make_tiny
@@ -132,6 +132,18 @@ def test_a_refusal_by_a_limit_that_is_high_enough_is_a_failure(length: int) -> N
         check_ok(400, {"error": {"message": message}})
 
 
+def test_a_full_queue_is_a_limit_and_a_spent_key_is_not() -> None:
+    with pytest.raises(CheckSkipped, match="1 requests wait already"):
+        check_ok(429, {"error": {"code": "queue_full", "message": "1 requests wait already"}})
+    for status, answer in (
+        (429, {"error": {"code": "rate_limit_exceeded"}}),
+        (500, {}),
+        (503, b""),
+    ):
+        with pytest.raises(CheckFailed, match=f"status {status}"):
+            check_ok(status, answer)
+
+
 async def test_wrong_answers_are_caught(site: Site) -> None:
     count = 0
 
@@ -172,17 +184,17 @@ async def test_a_stream_without_an_answer_is_a_failure(site: Site) -> None:
 
 
 async def test_a_server_that_does_not_speak_is_told_from_none(tmp_path: Path) -> None:
-    async def ask(url: str) -> None:
-        await run_checks(Findings(quiet=True), url, "", "", 0.2, ["models"])
+    async def ask(url: str, timeout_s: float) -> None:
+        await run_checks(Findings(quiet=True), url, "", "", timeout_s, ["models"])
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes connections
         port = silent.getsockname()[1]
         with pytest.raises(CheckFailed, match=r"nothing answers .*\(no answer within 0.2 s\)"):
-            await ask(f"http://127.0.0.1:{port}")
+            await ask(f"http://127.0.0.1:{port}", 0.2)
     certificate, key = certificates.write_first(tmp_path)
     async with running_site(ssl_certfile=certificate, ssl_keyfile=key) as site:
         with pytest.raises(CheckFailed, match=r"TLS to .*SSL_CERT_FILE"):
-            await ask(site.url)
+            await ask(site.url, 20.0)
 
 
 async def test_nobody_there_and_no_key() -> None:

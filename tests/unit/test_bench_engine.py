@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -269,10 +270,13 @@ def test_signals_leave_nothing(tmp_path: Path, number: signal.Signals) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout is not None
-    assert child.stdout.readline().startswith("start: ")
-    child.send_signal(number)
-    _, said = child.communicate(timeout=60)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline().startswith("start: ")
+        child.send_signal(number)
+        _, said = child.communicate(timeout=60)
+    finally:
+        child.kill()
     if number == signal.SIGINT:
         assert child.returncode == 130
         assert said == "bench_latency.py: interrupted\n"
@@ -304,10 +308,14 @@ def test_ctrl_c_is_not_for_compiling_processes(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)  # both pipes end, so the child has ended, too
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)  # both pipes end, so the child has ended, too
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, out, err) == (130, "", "tool.py: interrupted\n")
 
 

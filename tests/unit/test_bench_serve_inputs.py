@@ -180,6 +180,15 @@ def test_an_incomplete_result_is_refused(
         read(tmp_path / "a.json")
 
 
+def test_levels_without_a_limit_are_compared(tmp_path: Path) -> None:
+    """--rate inf, which JSON cannot hold, is null in the file."""
+    found = saved(tmp_path)
+    found["levels"][0].update(mode="rate", value=None)
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    again = read(tmp_path / "a.json")
+    assert "\nrate inf\n" in compare(again, read(tmp_path / "a.json"))
+
+
 def test_a_result_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"format": 1, "levels": ' + "[" * 100_000)
     with pytest.raises(ValueError, match="is not JSON"):
