@@ -4,7 +4,7 @@
               caught ─► the program's own handlers, in order      (then)
 
 What has no handler in Python, because it is ignored, ends the process or belongs to a library in C, stays
-as it is.
+as it is. (Only what `signal.siginterrupt` set for the others is lost, as Python cannot read it.)
 """
 
 import signal

@@ -207,6 +207,8 @@ class LLM:
         with ProgressBar(len(outputs), use_tqdm) as bar:
             try:
                 with uninterrupted():
+                    self._check_alive()  # the handler of a signal may have shut it down,
+                    self._abort_all()  # or broken off a call before it could do this
                     for request in requests:
                         self._submit(*request)
                 self._drive(outputs, bar)
@@ -271,8 +273,11 @@ class LLM:
                 seconds = time.monotonic() - started
                 rate = (self.num_generated - generated) / seconds if seconds else 0.0
                 bar.show(sum(o.finished for o in outputs), f"{rate:.1f} generated tok/s")
-        self._check_alive()  # the handler of a signal may have shut it down
-        while self.engine.has_work():  # the row that an overlapped step may have wasted
+        if not all(output.finished for output in outputs):
+            self._check_alive()
+        while (
+            not self.is_shut_down and self.engine.has_work()
+        ):  # a row that an overlapped step wasted
             with uninterrupted():
                 self.engine.step()
 

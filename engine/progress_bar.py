@@ -16,7 +16,10 @@ from engine.held_signals import uninterrupted
 
 
 class Bar(tqdm):  # type: ignore[misc]  # it has no types
-    """With the lock that all bars share free again after a failed write, which tqdm leaves taken."""
+    """With the lock that all bars share free again after a failed write, which tqdm leaves taken, and
+    without its thread, which would write where that blocks."""
+
+    monitor_interval = 0
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         try:
@@ -32,7 +35,7 @@ class ProgressBar:
         self._bar: Bar | None = None
         if is_shown and takes_more(sys.stdout) and takes_more(sys.stderr):  # it flushes both
             with uninterrupted(), self._ending_with_its_stream():
-                self._bar = Bar(total=total, desc="prompts")
+                self._bar = Bar(total=total, desc="prompts", miniters=1)
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -43,6 +46,7 @@ class ProgressBar:
                 self._bar.close()
             elif self._bar is not None:
                 self._bar.disable = True
+            self._bar = None  # now, as tqdm would swallow an exception while it is collected
 
     def show(self, done: int, note: str) -> None:
         """To be called while signals are held back."""

@@ -4,6 +4,7 @@
 
 import dataclasses
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,18 @@ KEY_VARIABLES = (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def check_file(flag: str, name: str) -> None:
+    """Raises ConfigError if the file that a flag names cannot be read as one."""
+    try:
+        is_file = stat.S_ISREG(os.stat(name).st_mode)
+    except FileNotFoundError:
+        raise ConfigError(f"{flag} {name}: there is no such file") from None
+    except OSError as error:  # such as a folder that only root may look into
+        raise ConfigError(f"{flag} {name}: {error.strerror}") from None
+    if not is_file:
+        raise ConfigError(f"{flag} {name}: is no regular file")
 
 
 @dataclass(frozen=True)

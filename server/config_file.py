@@ -53,7 +53,8 @@ def load_yaml(text: str) -> Any:
         }
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value]
+            is_mapping = isinstance(node, yaml.MappingNode)  # a tag may say so of anything
+            names = [key.value for key, _ in node.value] if is_mapping else []
             for name in names:
                 if names.count(name) > 1:
                     raise ValueError(f"{name} is given twice")

@@ -41,9 +41,10 @@ def private_run_dir() -> Iterator[str]:
         remove_abandoned(Path(parent))
         path, lock = make_locked(parent)
     except OSError as error:
-        why = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+        why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror or error
         raise ConfigError(
-            f"a folder for sockets cannot be made ({why}); set TMPDIR to one that can be written to",
+            f"a folder for sockets cannot be made ({why}); set TMPDIR to one that can be written to, of "
+            f"{MAX_PARENT_BYTES} bytes at most",
             CANNOT_WORK,
         ) from None
     with lock:

@@ -17,7 +17,7 @@ from engine.api.config import (
     parse_length,
 )
 from server.access import Access
-from server.config import ServerConfig
+from server.config import ServerConfig, check_file
 from server.cors import CorsPolicy
 from server.tls import tls_context
 
@@ -83,8 +83,8 @@ def check_server(server: ServerConfig) -> None:
     Access.from_config(server)
     CorsPolicy.from_config(server)
     tls_context(server)
-    if server.chat_template and not Path(server.chat_template).is_file():
-        raise ConfigError(f"--chat-template {server.chat_template}: there is no such file")
+    if server.chat_template:
+        check_file("--chat-template", server.chat_template)
 
 
 def check_names(server: ServerConfig, engine: EngineConfig) -> None:

@@ -1,10 +1,9 @@
 """HTTPS: one SSL context, whose certificate can be read anew while the server runs."""
 
 import ssl
-from pathlib import Path
 
 from engine.api.config import ConfigError
-from server.config import ServerConfig
+from server.config import ServerConfig, check_file
 
 CERT_REQS = (ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED)
 
@@ -62,9 +61,8 @@ def tls_context(config: ServerConfig) -> TlsContext | None:
         ("--ssl-keyfile", config.ssl_keyfile),
         ("--ssl-ca-certs", config.ssl_ca_certs),
     ):
-        if name and not Path(name).is_file():
-            what = "is no regular file" if Path(name).exists() else "there is no such file"
-            raise ConfigError(f"{flag} {name}: {what}")
+        if name:
+            check_file(flag, name)
     return TlsContext(config)
 
 

@@ -94,6 +94,8 @@ class GrammarChecker:
             process.ask(self.vocabulary, VOCABULARY_SECONDS)
         except (OverTime, OSError, EOFError) as error:
             self.close()
+            if isinstance(error, TimeoutError):  # from the handler of a signal
+                raise
             raise RuntimeError("the process that checks grammars does not start") from error
         except BaseException:  # of a signal
             self.close()

@@ -19,7 +19,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ class LimitedProcess:
     """`python -m module`, which calls `answer_questions`: one question at a time.
 
     It ends when this process does, as it then reads the end of its input. A forked copy of this object
-    can neither ask nor end it: two who ask would read each other's answers.
+    can neither ask nor end it, and says that it has ended: two who ask would read each other's answers.
     """
 
     def __init__(self, module: str) -> None:
-        """Starts it. Raises TimeoutError, EOFError or ConnectionError if it does not."""
+        """Starts it. Raises OverTime, EOFError or ConnectionError if it does not."""
         self._owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -53,9 +54,9 @@ class LimitedProcess:
                 cwd=ROOT,
                 start_new_session=True,  # Ctrl-C is not for it
             )
-        self._socket.settimeout(START_SECONDS)
+        deadline = time.monotonic() + START_SECONDS
         try:
-            if receive(self._socket) != READY:
+            if self._receive(deadline, START_SECONDS) != READY:
                 raise EOFError
         except BaseException:
             self.kill()
@@ -67,28 +68,19 @@ class LimitedProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._is_ours and self._process.poll() is not None
+        return not self._is_ours or self._process.poll() is not None
 
     def ask(self, question: object, seconds: float) -> Any:
         """The answer. Raises OverTime; EOFError or ConnectionError if the process has ended.
 
         After an error of any kind the process is of no more use: `kill` it.
         """
-        if not self._is_ours:
-            raise RuntimeError(
-                f"this process was forked from {self._owner}, which a tokenizer's helpers belong to: "
-                "load the tokenizer, or make the LLM, in the new process"
-            )
+        assert self._is_ours, f"it belongs to process {self._owner}"
         deadline = time.monotonic() + seconds
-        try:
+        with over_time_at(deadline, seconds):
             self._socket.settimeout(seconds)
             send(self._socket, [seconds, question])
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            return receive(self._socket)
-        except TimeoutError:
-            if time.monotonic() < deadline:
-                raise
-            raise OverTime(f"no answer in {seconds:g} s") from None
+        return self._receive(deadline, seconds)
 
     def kill(self) -> None:
         """End it, even in the middle of an answer."""
@@ -97,9 +89,25 @@ class LimitedProcess:
             self._process.wait()
         self._socket.close()
 
+    def _receive(self, deadline: float, seconds: float) -> Any:
+        with over_time_at(deadline, seconds):
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            return receive(self._socket)
+
     @property
     def _is_ours(self) -> bool:
         return self._owner == os.getpid()
+
+
+@contextmanager
+def over_time_at(deadline: float, seconds: float) -> Iterator[None]:
+    """Tell the socket's timeout from one that the handler of a signal raises."""
+    try:
+        yield
+    except TimeoutError:
+        if time.monotonic() < deadline:
+            raise
+        raise OverTime(f"no answer in {seconds:g} s") from None
 
 
 def answer_questions(answer: Callable[[Any], object], max_memory: int) -> None:

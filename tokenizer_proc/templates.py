@@ -32,7 +32,7 @@ class TemplateRenderer:
     def render(self, template: str, variables: dict[str, Any], seconds: float) -> str:
         """The text. Raises TemplateError, TemplateSyntax or TemplateTimeout."""
         for is_last in (False, True):
-            worker = self._idle.pop() if self._idle else LimitedProcess(WORKER)
+            worker = self._take()
             try:
                 answer = worker.ask([template, variables], seconds)
             except OverTime:
@@ -50,6 +50,16 @@ class TemplateRenderer:
             self._idle.append(worker)
             return text_of(answer)
         raise AssertionError("the second attempt returns or raises")
+
+    def _take(self) -> LimitedProcess:
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                return LimitedProcess(WORKER)
+            if not worker.has_ended:
+                return worker
+            worker.kill()
 
     def close(self) -> None:
         while self._idle:

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,17 +44,41 @@ def test_a_forked_child_is_told_to_make_its_own(llm):
     assert again[0].outputs == expected[0].outputs
 
 
+@contextmanager
+def held_by_another_thread(lock):
+    """In a child that is forked meanwhile it is held for ever."""
+
+    def hold():
+        with lock:
+            held.set()
+            go.wait(120)
+
+    held, go = threading.Event(), threading.Event()
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert held.wait(60)
+    try:
+        yield
+    finally:
+        go.set()
+        thread.join(60)
+
+
 def test_a_forked_child_is_told_even_while_another_thread_generates(llm):
-    """The lock that this thread holds is held for ever in the child."""
-    with llm.turn:
+    with held_by_another_thread(llm.turn):
         assert "RuntimeError" in in_forked_child(lambda: llm.generate("x", SHORT))
 
 
 def test_shutdown_in_a_forked_child_ends_nothing(llm):
     llm.chat(HELLO, SHORT, use_tqdm=False)
     [worker] = llm.engine.pipeline.encoder.chat._renderer._idle
-    with llm.turn:
-        assert in_forked_child(lambda: str(llm.shutdown())) == "None"
+
+    def shut_down():
+        llm.shutdown()
+        return str(llm.is_shut_down)
+
+    with held_by_another_thread(llm.turn):
+        assert in_forked_child(shut_down) == "False"
     assert is_alive(worker.pid)
     assert llm.chat(HELLO, SHORT, use_tqdm=False)[0].finished
 
@@ -89,8 +113,30 @@ def test_a_forked_child_may_make_its_own(llm):
         capture_output=True,
         text=True,
         check=False,
+        timeout=240,
     )
     assert done.stdout == "both\n", done.stderr
+
+
+# --- calls that were broken off ------------------------------------------------------------------------
+
+
+def test_what_a_call_had_no_time_to_give_up_the_next_one_does(llm, monkeypatch):
+    """As where a second signal comes before the requests of the first one's call are aborted."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    expected = llm.generate("b", SHORT, use_tqdm=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        patch.setattr(llm, "_abort_all", lambda: None)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", SHORT, use_tqdm=False)
+    [(left, _)] = llm.live.values()
+    assert llm.generate("b", SHORT, use_tqdm=False)[0].outputs == expected[0].outputs
+    assert not left.finished
+    assert llm.live == {}
 
 
 # --- the progress bar --------------------------------------------------------------------------------

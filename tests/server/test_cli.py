@@ -190,6 +190,25 @@ def test_names_that_cannot_be_printed(name: str) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("/nowhere/a.pem", "there is no such file"),
+        ("/dev/null", "is no regular file"),
+        ("/dev/null/a", "Not a directory"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_files_that_cannot_be_read(name: str, why: str) -> None:
+    for config in (
+        ServerConfig(ssl_certfile=name),
+        ServerConfig(chat_template=name),
+    ):
+        with pytest.raises(ConfigError, match=why) as caught:
+            check_settings(config, EngineConfig())
+        assert name in str(caught.value)
+
+
 @pytest.mark.parametrize("host", ["", " "])
 def test_an_empty_host_is_not_every_interface(host: str) -> None:
     with pytest.raises(ConfigError, match=r"--host is empty: .* 0\.0\.0\.0 for all"):

@@ -108,6 +108,7 @@ def test_config_file_with_a_mark_of_windows(tmp_path: Path, name: str) -> None:
         ("disable-page: maybe", "disable-page is true or false, got 'maybe'"),
         ("no-overlap: [true]", "no-overlap must be a single value, not a list"),
         ("served-model-name: [{a: 1}]", "served-model-name must be text"),
+        ("!!map [a]", "expected a mapping"),
         ("port: yes", "--port: invalid integer value: 'yes'"),
     ],
 )

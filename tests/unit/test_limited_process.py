@@ -1,11 +1,13 @@
 """A process of its owner's: forked copies of the object can neither ask nor end it."""
 
 import os
+import signal
 
 import pytest
 
 from engine.api.sampling import StructuredOutput
 from tests.processes import is_alive
+from tokenizer_proc import limited_process
 from tokenizer_proc.grammar_check import GrammarChecker
 from tokenizer_proc.limited_process import LimitedProcess, OverTime
 from tokenizer_proc.templates import WORKER, TemplateRenderer
@@ -23,6 +25,8 @@ def in_forked_child(work):
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # what waits for ever ends, without a text
         try:
             result = work()
         except BaseException as error:
@@ -36,13 +40,17 @@ def in_forked_child(work):
     return text
 
 
-def test_a_forked_child_is_told_to_make_its_own(renderer):
+def test_a_forked_child_starts_a_process_of_its_own(renderer):
     assert renderer.render("{{ x }}", {"x": 1}, 5.0) == "1"
     [worker] = renderer._idle
-    error = in_forked_child(lambda: renderer.render("{{ x }}", {"x": 2}, 5.0))
-    assert error.startswith("RuntimeError(")
-    assert f"forked from {os.getpid()}" in error
-    assert "in the new process" in error
+
+    def render():
+        text = renderer.render("{{ x }}", {"x": 2}, 5.0)
+        [other] = renderer._idle
+        renderer.close()
+        return f"{text} {other.pid != worker.pid}"
+
+    assert in_forked_child(render) == "2 True"
     assert renderer.render("{{ x }}", {"x": 3}, 5.0) == "3"
     assert renderer._idle == [worker], "it is the same one still"
 
@@ -57,7 +65,7 @@ def test_a_forked_child_ends_nothing_of_its_parent(renderer):
         worker.__dict__.clear()  # and its parts are collected
         return str(ended)
 
-    assert in_forked_child(end) == "False"
+    assert in_forked_child(end) == "True", "for the child"
     assert is_alive(worker.pid)
     assert renderer.render("{{ x }}", {"x": 3}, 5.0) == "3"
 
@@ -72,14 +80,23 @@ def test_a_forked_child_may_have_processes_of_its_own():
     assert in_forked_child(render) == "mine"
 
 
-def test_grammars_are_not_asked_about_in_a_forked_child():
+def test_a_forked_child_asks_about_grammars_by_itself():
     checker = GrammarChecker([bytes([i]) for i in range(256)], [], [0])
     digit = StructuredOutput("regex", "[0-9]")
     checker.check(digit)
     assert in_forked_child(lambda: str(checker.check(digit))) == "None", "known from before"
     other = StructuredOutput("regex", "[0-9]+")
-    assert "RuntimeError" in in_forked_child(lambda: str(checker.check(other)))
+    worker = checker.process.pid
+
+    def check():
+        checker.check(other)
+        own = checker.process.pid
+        checker.close()
+        return str(own != worker)
+
+    assert in_forked_child(check) == "True"
     checker.check(other)
+    assert checker.process.pid == worker
     checker.close()
 
 
@@ -102,6 +119,24 @@ def test_a_timeout_of_the_program_is_not_one_of_the_process():
     with pytest.raises(TimeoutError, match="of the program"):
         worker.ask(["a", {}], 60.0)
     worker.kill()
+
+
+def test_a_timeout_of_the_program_while_it_starts(monkeypatch):
+    monkeypatch.setattr(limited_process, "receive", raise_timeout)
+    checker = GrammarChecker([bytes([i]) for i in range(256)], [], [0])
+    with pytest.raises(TimeoutError, match="of the program"):
+        checker.check(StructuredOutput("regex", "[0-9]"))
+    assert checker.process is None
+
+
+def raise_timeout(connection):
+    raise TimeoutError("of the program")
+
+
+def test_a_start_that_takes_too_long_says_so(monkeypatch):
+    monkeypatch.setattr(limited_process, "START_SECONDS", 0.001)
+    with pytest.raises(OverTime):
+        LimitedProcess(WORKER)
 
 
 def test_an_answer_that_is_late_says_so():
