@@ -41,7 +41,7 @@ def write(path: Path, lines: list[Any]) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    found = [json.loads(text) for text in path.read_text().splitlines()]
+    found = [json.loads(text) for text in path.read_bytes().splitlines()]  # str's splits at U+2028
     assert len({one["custom_id"] for one in found}) == len(found), "one answer for each"
     return {one["custom_id"]: one for one in found}
 

@@ -31,7 +31,7 @@ def answer(custom_id: str, is_good: bool = True, text: str = "") -> str:
 
 
 def ids(path: Path) -> list[str]:
-    return [json.loads(text)["custom_id"] for text in path.read_text().splitlines()]
+    return [json.loads(text)["custom_id"] for text in path.read_bytes().splitlines()]
 
 
 @contextmanager
