@@ -354,7 +354,8 @@ def test_a_second_signal_ends_at_once(number: signal.Signals, is_heard: bool) ->
         "interrupt = Interrupt()\n"
         "with interrupt.handled(), interrupt.held():\n"
         "    print('held', flush=True)\n"
-        "    while not interrupt.requested:\n        time.sleep(0.01)\n"
+        "    for _ in range(6000):\n"
+        "        if interrupt.requested:\n            break\n        time.sleep(0.01)\n"
         "    print('requested', flush=True)\n    time.sleep(1000)\n"
     )
     process = subprocess.Popen(

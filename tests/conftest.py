@@ -1,0 +1,9 @@
+"""For all tests."""
+
+import signal
+
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # What was started in the background ignores Ctrl-C, and so would all that tests start and interrupt.
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        _default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, _default)
