@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from engine import LLM, SamplingParams, StructuredOutput
-from engine.held_signals import NUMBERS
 from tests.engine_cpu.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("handlers_as_before")
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 MOMENTS = 120
 
@@ -22,14 +22,6 @@ class LateError(Exception):
 
 def late(*_):
     raise LateError
-
-
-@pytest.fixture(autouse=True)
-def handlers_as_before():
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,13 @@ def run_main(name: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         return int(error.code or 0)
 
 
+def check_refusal(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """No figures, and a last line with all these."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [word for word in words.split() if word not in err.splitlines()[-1]] == []
+
+
 def no_engine(*args: object, **settings: object) -> NoReturn:
     raise AssertionError("an engine is built")
 
@@ -82,9 +89,7 @@ def test_latency_refuses_what_would_have_no_figures(
     words: str,
 ) -> None:
     assert run_main("bench_latency", monkeypatch, "--model", "tiny", *flags.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert [word for word in words.split() if word not in err.splitlines()[-1]] == []
+    check_refusal(capsys, words)
 
 
 def test_engine_s_refusal_of_a_batch_names_our_flag(
@@ -123,9 +128,7 @@ def test_throughput_refuses_what_would_have_no_figures(
     words: str,
 ) -> None:
     assert run_main("bench_throughput", monkeypatch, "--model", "tiny", *flags.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert [word for word in words.split() if word not in err.splitlines()[-1]] == []
+    check_refusal(capsys, words)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,11 @@ import pytest
 
 from engine.held_signals import NUMBERS, uninterrupted
 
+pytestmark = pytest.mark.usefixtures("handlers_as_before")
+
 
 class LateError(Exception):
     pass
-
-
-@pytest.fixture(autouse=True)
-def handlers_as_before():
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def recorder(number, seen):
